@@ -1,0 +1,371 @@
+"""One validated tree for a whole run: YAML file + `section.key=value` overrides -> `Config`.
+
+Unknown keys, wrong types and impossible combinations raise `UserError` with one line that names the key, the
+value and where the value came from (the file or the command line).
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from data_pipeline.errors import UserError
+
+Variant = Literal["dense", "coupled", "frozen", "frozen_slow"]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused, values are checked on assignment too, no silent casts."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """The fast path (Llama's words) and the variant."""
+
+    variant: Variant = "coupled"
+    vocab_size: int = Field(ge=8)
+    hidden_size: int = Field(ge=2)
+    intermediate_size: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    num_key_value_heads: int | None = Field(default=None, ge=1, description="default: num_attention_heads")
+    rope_theta: float = Field(default=10000.0, gt=0)
+    rms_norm_eps: float = Field(default=1e-5, gt=0)
+    tie_word_embeddings: bool = False
+    attention_window: int | None = Field(
+        default=None, ge=1, description="a token sees itself and the window - 1 tokens before it; null: all"
+    )
+    initializer_range: float = Field(default=0.02, gt=0)
+    vocab_multiple: int = Field(
+        default=128, ge=1, description="the embedding has vocab_size rounded up to this multiple; padding is never predicted"
+    )
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+class SlowConfig(Section):
+    """The slow path. Sizes left out follow the fast path's."""
+
+    pool_size: int = Field(default=8, ge=2)
+    exchange_after: list[int] = Field(default=[], description="fast layers, counted from 1; empty: after the middle one")
+    num_layers: int = Field(default=1, ge=0, description="slow layers of each exchange")
+    hidden_size: int | None = Field(default=None, ge=2)
+    intermediate_size: int | None = Field(default=None, ge=1)
+    num_attention_heads: int | None = Field(default=None, ge=1)
+    num_key_value_heads: int | None = Field(default=None, ge=1)
+    phi_intermediate_size: int | None = Field(default=None, ge=1, description="default: 2 x slow.hidden_size")
+    initializer_range: float | Literal["fan_in"] | None = Field(
+        default=None, description="a number, fan_in (1/sqrt(fan_in)), or null: the model's own"
+    )
+    lr_multiplier: float = Field(default=1.0, gt=0)
+    gate_lr_multiplier: float = Field(default=1.0, gt=0)
+    eps: float = Field(default=1e-15, gt=0, description="AdamW's eps for the slow weights and the gates")
+
+
+class ParallelConfig(Section):
+    """The layout. The data-parallel size follows from the number of ranks."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    sequence_parallel: bool = False
+    zero_stage: Literal[0, 1, 2, 3] = 1
+
+
+class OptimizerConfig(Section):
+    """AdamW. Matrices decay; norms, gates and nothing else do not."""
+
+    lr: float = Field(default=3e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    grad_clip: float = Field(default=1.0, ge=0, description="largest global gradient norm; 0: no clipping")
+
+
+class ScheduleConfig(Section):
+    """The learning rate as a function of the tokens seen."""
+
+    kind: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int | None = Field(default=None, ge=0)
+    warmup_tokens: int | None = Field(default=None, ge=0)
+    decay_fraction: float = Field(default=0.2, ge=0, le=1, description="wsd: the last part of the run, falling linearly")
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+
+
+class DataConfig(Section):
+    path: Path | None = Field(default=None, description="a folder written by `fastslow data shard`")
+    num_workers: int = Field(default=1, ge=0)
+
+
+class TrainConfig(Section):
+    run_dir: Path = Path("runs/default")
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    seq_length: int = Field(ge=1)
+    micro_batch_size: int = Field(ge=1, description="sequences of one forward pass of one data-parallel rank")
+    global_batch_size: int = Field(ge=1, description="sequences of one optimizer step over all ranks")
+    max_steps: int | None = Field(default=None, ge=1)
+    total_tokens: int | None = Field(default=None, ge=1)
+    deterministic: bool = Field(default=False, description="deterministic kernels for the whole model (GPUs)")
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none", description="activations recomputed in the backward: attention and MLP inner parts, or whole layers"
+    )
+    timeout_seconds: int = Field(default=600, ge=1, description="a rank waits this long for the others")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.seq_length
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run; `total_tokens` is rounded up to whole steps."""
+        limits = [self.max_steps] if self.max_steps else []
+        if self.total_tokens:
+            limits.append(-(-self.total_tokens // self.tokens_per_step))
+        return min(limits)
+
+
+class CheckpointConfig(Section):
+    every: int = Field(default=1000, ge=0, description="steps between checkpoints; 0: only at the end")
+    keep: int = Field(default=3, ge=1, description="how many of the newest checkpoints stay")
+
+
+class MonitorConfig(Section):
+    log_every: int = Field(default=10, ge=1)
+    tensorboard: bool = True
+
+
+class ValidationConfig(Section):
+    every: int = Field(default=500, ge=0, description="steps between validations; 0: only before and after")
+    max_sequences: int = Field(default=256, ge=1)
+
+
+class Config(Section):
+    model: ModelConfig
+    slow: SlowConfig = SlowConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    validation: ValidationConfig = ValidationConfig()
+
+    @model_validator(mode="after")
+    def _fill_and_check(self) -> Config:
+        _fill_defaults(self)
+        for key, value, rule in _broken_rules(self):
+            raise ValueError(f"{key}|{value}|{rule}")
+        return self
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks that see different data. Raises `UserError` where `world_size` ranks cannot run this layout."""
+        tp, train = self.parallel.tensor_parallel_size, self.train
+        if world_size % tp:
+            raise UserError(f"parallel.tensor_parallel_size must divide the number of ranks (got {tp} for {world_size} ranks)")
+        dp = world_size // tp
+        if train.global_batch_size % (train.micro_batch_size * dp):
+            raise UserError(
+                f"train.global_batch_size must be a multiple of train.micro_batch_size x data-parallel ranks = "
+                f"{train.micro_batch_size} x {dp} (got {train.global_batch_size} for {world_size} ranks, "
+                f"tensor parallel {tp})"
+            )
+        return dp
+
+    def gradient_accumulation_steps(self, data_parallel_size: int) -> int:
+        return self.train.global_batch_size // (self.train.micro_batch_size * data_parallel_size)
+
+    def to_yaml(self) -> str:
+        """The resolved tree; loading it gives an equal `Config`."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def _fill_defaults(config: Config) -> None:
+    """Write the derived defaults into the tree, so that the resolved config says them."""
+    model, slow = config.model, config.slow
+    defaults = {
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.key_value_heads,
+    }
+    fill: list[tuple[Section, str, Any]] = [(model, "num_key_value_heads", model.num_attention_heads)]
+    fill += [(slow, name, value) for name, value in defaults.items()]
+    for section, name, value in fill:
+        if getattr(section, name) is None:
+            setattr(section, name, value)
+    if slow.phi_intermediate_size is None and slow.hidden_size is not None:
+        slow.phi_intermediate_size = 2 * slow.hidden_size
+    if slow.initializer_range is None:
+        slow.initializer_range = model.initializer_range
+    if not slow.exchange_after:
+        slow.exchange_after = [max(1, model.num_hidden_layers // 2)]
+    if config.schedule.warmup_steps is None and config.schedule.warmup_tokens is None:
+        config.schedule.warmup_steps = 0
+
+
+def _broken_rules(config: Config) -> Iterable[tuple[str, Any, str]]:
+    """Yield (key, value, what it must be) for each rule that spans several keys and does not hold."""
+    model, slow, parallel, train = config.model, config.slow, config.parallel, config.train
+    tp = parallel.tensor_parallel_size
+    for name, section in (("model", model), ("slow", slow)):
+        hidden, heads = section.hidden_size, section.num_attention_heads
+        kv, inner = section.num_key_value_heads, section.intermediate_size
+        if hidden % heads:
+            yield f"{name}.num_attention_heads", heads, f"must divide {name}.hidden_size = {hidden}"
+        elif (hidden // heads) % 2:
+            yield f"{name}.num_attention_heads", heads, f"must leave an even head size (RoPE), not {hidden // heads}"
+        if heads % kv:
+            yield f"{name}.num_key_value_heads", kv, f"must divide {name}.num_attention_heads = {heads}"
+        if inner % kv:
+            yield f"{name}.intermediate_size", inner, f"must be a multiple of {name}.num_key_value_heads = {kv}"
+    if model.num_attention_heads % tp:
+        yield "model.num_attention_heads", model.num_attention_heads, f"must be a multiple of parallel.tensor_parallel_size = {tp}"
+    if model.key_value_heads % tp:
+        yield "model.num_key_value_heads", model.key_value_heads, f"must be a multiple of parallel.tensor_parallel_size = {tp}"
+    if model.padded_vocab_size % tp:
+        yield "model.vocab_multiple", model.vocab_multiple, f"must be a multiple of parallel.tensor_parallel_size = {tp}"
+    after, layers = slow.exchange_after, model.num_hidden_layers
+    if any(not 1 <= layer <= layers for layer in after):
+        yield "slow.exchange_after", after, f"must name layers between 1 and model.num_hidden_layers = {layers}"
+    if sorted(set(after)) != after:
+        yield "slow.exchange_after", after, "must be increasing, each layer once"
+    if parallel.sequence_parallel and tp == 1:
+        yield "parallel.sequence_parallel", True, "needs parallel.tensor_parallel_size of at least 2"
+    if train.dtype == "bf16" and parallel.zero_stage == 0:
+        yield "parallel.zero_stage", 0, "must be 1, 2 or 3 with train.dtype = bf16 (DeepSpeed's bf16 ZeRO-0 computes a wrong norm)"
+    if train.max_steps is None and train.total_tokens is None:
+        yield "train.max_steps", None, "must be given, or train.total_tokens"
+    elif config.schedule.warmup_steps is not None and config.schedule.warmup_tokens is not None:
+        yield "schedule.warmup_tokens", config.schedule.warmup_tokens, "must not be given together with schedule.warmup_steps"
+    if train.global_batch_size % train.micro_batch_size:
+        yield "train.global_batch_size", train.global_batch_size, f"must be a multiple of train.micro_batch_size = {train.micro_batch_size}"
+
+
+def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
+    """Read a YAML file, apply `section.key=value` overrides, validate.
+
+    Raises:
+        UserError: no such file, not YAML, unknown key (with the nearest known one), wrong type, broken rule.
+    """
+    path = Path(path)
+    tree = _read_yaml(path)
+    given_on_command_line: set[str] = set()
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        parts = key.split(".")
+        if not equals or len(parts) != 2 or not all(parts):
+            raise UserError(f"override {override!r} must look like section.key=value")
+        try:
+            value = yaml.safe_load(text) if text else None
+        except yaml.YAMLError:
+            raise UserError(f"{key} has a value that is not YAML (got {text!r}) on the command line") from None
+        section = tree.setdefault(parts[0], {})
+        if not isinstance(section, dict):
+            raise UserError(f"{parts[0]} must be a section of keys in {path}")
+        section[parts[1]] = _number(value)
+        given_on_command_line.add(key)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(_one_line(error, path, given_on_command_line)) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"config {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"config {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise UserError(f"config {path} is not YAML{where}: {getattr(error, 'problem', error)}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"config {path} must hold sections such as model: and train:")
+    return {
+        str(name): ({str(k): _number(v) for k, v in section.items()} if isinstance(section, dict) else section)
+        for name, section in tree.items()
+    }
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-3 as text; people mean the number."""
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _one_line(error: ValidationError, path: Path, given_on_command_line: set[str]) -> str:
+    """Turn pydantic's first error into `key what (got value) in file`."""
+    first = next((e for e in error.errors() if e["type"] == "extra_forbidden"), error.errors()[0])
+    location = [str(part) for part in first["loc"]]
+    key, value, rule = ".".join(location[:2]), first["input"], first["msg"]
+    context = first.get("ctx", {})
+    if first["type"] == "value_error" and "|" in rule:
+        key, value, rule = rule.removeprefix("Value error, ").split("|", 2)
+    source = "on the command line" if key in given_on_command_line else f"in {path}"
+    if first["type"] == "extra_forbidden":
+        return f"{key} is not a known key {source}{_nearest(location)}"
+    if first["type"] == "missing":
+        return f"{key} is missing in {path}"
+    limits = {
+        "greater_than_equal": "must be at least {ge}",
+        "greater_than": "must be greater than {gt}",
+        "less_than_equal": "must be at most {le}",
+        "less_than": "must be less than {lt}",
+        "literal_error": "must be one of {expected}",
+    }
+    if first["type"] in limits:
+        rule = limits[first["type"]].format(**context)
+    elif first["type"] != "value_error":
+        rule = rule.replace("Input should be", "must be").replace(", unable to parse string as an integer", "")
+        rule = rule.replace(", unable to parse string as a number", "")
+    if first["type"] == "too_short":
+        rule = "must not be empty"
+    return f"{key} {rule} (got {value}) {source}"
+
+
+def _nearest(location: list[str]) -> str:
+    """` (did you mean ...?)` for an unknown key, or nothing."""
+    sections = Config.model_fields
+    if len(location) == 1:
+        known: Mapping[str, Any] = sections
+        prefix = ""
+    else:
+        known = typing.cast(type[BaseModel], sections[location[0]].annotation).model_fields
+        prefix = location[0] + "."
+    match = difflib.get_close_matches(location[-1], list(known), n=1, cutoff=0.5)
+    if not match:
+        owners = [name for name, field in sections.items() if location[-1] in _fields(field.annotation)]
+        return f" (did you mean {owners[0]}.{location[-1]}?)" if owners else ""
+    return f" (did you mean {prefix}{match[0]}?)"
+
+
+def _fields(annotation: Any) -> Mapping[str, Any]:
+    if isinstance(annotation, types.UnionType):
+        return {}
+    return getattr(annotation, "model_fields", {})

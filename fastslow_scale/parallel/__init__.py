@@ -1,0 +1,1 @@
+"""Ranks, groups and the collectives that tie the fast and the slow path."""
