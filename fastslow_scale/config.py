@@ -200,17 +200,14 @@ class Config(Section):
 def _fill_defaults(config: Config) -> None:
     """Write the derived defaults into the tree, so that the resolved config says them."""
     model, slow = config.model, config.slow
-    defaults = {
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.key_value_heads,
-    }
-    fill: list[tuple[Section, str, Any]] = [(model, "num_key_value_heads", model.num_attention_heads)]
-    fill += [(slow, name, value) for name, value in defaults.items()]
-    for section, name, value in fill:
-        if getattr(section, name) is None:
-            setattr(section, name, value)
+    if model.num_key_value_heads is None:
+        model.num_key_value_heads = model.num_attention_heads
+    if slow.num_key_value_heads is None:
+        same_heads = slow.num_attention_heads in (None, model.num_attention_heads)
+        slow.num_key_value_heads = model.num_key_value_heads if same_heads else slow.num_attention_heads
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads"):
+        if getattr(slow, name) is None:
+            setattr(slow, name, getattr(model, name))
     if slow.phi_intermediate_size is None and slow.hidden_size is not None:
         slow.phi_intermediate_size = 2 * slow.hidden_size
     if slow.initializer_range is None:

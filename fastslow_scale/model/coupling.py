@@ -1,0 +1,64 @@
+"""The one place where the fast and the slow path meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fastslow_scale.config import ModelConfig, SlowConfig
+from fastslow_scale.model.layers import Recompute, Rope
+from fastslow_scale.model.slow_path import SlowPath
+from fastslow_scale.parallel.collectives import Group, pool, spread
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Which tokens of the sequence this rank holds.
+
+    Attributes:
+        total: T, the sequence's own length; padding after it belongs to no block.
+        first: number of this rank's first token (0 without sequence parallelism).
+        group: the ranks that hold the others, or None where every rank holds all.
+    """
+
+    total: int
+    first: int
+    group: Group
+
+
+class Exchange(SlowPath):
+    """Fast to slow and back, after one fast layer.
+
+    p_b = mean of x over the P tokens of complete block b       pool: the fast path's ranks sum their tokens
+    y   = slow path (p, y)                                      the same on every rank
+    c   = gate * phi(y)                                         gate [D], zero at initialisation
+    x_t = x_t + c_{t // P - 1}                                  spread: each rank serves its own tokens
+
+    The shift by one block keeps the model causal: block b's mean holds tokens that the tokens of block b may not see.
+
+    While `measure` is on, `energy` holds the squared norms of this rank's c and x and of the gate, [3].
+    """
+
+    def __init__(
+        self, name: str, model: ModelConfig, slow: SlowConfig, seed: int, recompute: Recompute, dtype: torch.dtype
+    ):
+        super().__init__(name, model, slow, seed, recompute, dtype)
+        self.pool_size = slow.pool_size
+        self.gate = nn.Parameter(torch.zeros(model.hidden_size, dtype=dtype))
+        self.measure = False
+        self.energy: torch.Tensor | None = None
+
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor | None, tokens: Tokens, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [t, B, D] (this rank's tokens) and y [S, B, D_slow] or None -> the new x and y."""
+        num_blocks = tokens.total // self.pool_size
+        p = pool(x, self.pool_size, num_blocks, tokens.first, tokens.group)
+        y = self.advance(p, y, rope)
+        c = self.gate * self.phi(y)
+        own = spread(c, self.pool_size, x.shape[0], tokens.first, tokens.group)
+        if self.measure:
+            self.energy = torch.stack([t.detach().float().square().sum() for t in (own, x, self.gate)])
+        return x + own, y

@@ -1,0 +1,32 @@
+"""From stored rows to what the model is asked: inputs, labels, and how many labels count."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from data_pipeline.stream import TokenDataset
+from fastslow_scale.model.loss import IGNORE
+from fastslow_scale.parallel.mesh import Mesh
+
+
+def inputs_and_labels(rows: torch.Tensor, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, T + 1] stored tokens -> inputs [n, T] and the next tokens [n, T], IGNORE where a row is filled up."""
+    labels = rows[:, 1:]
+    return rows[:, :-1], labels.masked_fill(labels == pad_id, IGNORE)
+
+
+def count_valid(labels: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Labels that count over all data-parallel ranks, at least 1, as a scalar on the mesh's device."""
+    count = (labels != IGNORE).sum().to(mesh.device, torch.float32)
+    dist.all_reduce(count, group=mesh.dp_group)
+    return count.clamp(min=1)
+
+
+def validation_rows(dataset: TokenDataset, limit: int, mesh: Mesh) -> torch.Tensor:
+    """This rank's share of the first `limit` rows, filled up with empty rows so that every rank has equally many."""
+    count = min(limit, dataset.num_samples)
+    own = list(range(mesh.dp_rank, count, mesh.dp_size))
+    share = -(-count // mesh.dp_size)
+    empty = torch.full((share - len(own), dataset.seq_length + 1), dataset.pad_id, dtype=torch.int64)
+    return torch.cat([dataset.rows(own), empty]) if own else empty

@@ -1,0 +1,221 @@
+"""The training loop: batch -> forward -> backward -> clip, step -> log -> maybe validate, maybe checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from data_pipeline.errors import UserError
+from data_pipeline.stream import TokenDataset, step_batches
+from fastslow_scale.config import Config
+from fastslow_scale.model.model import build_model
+from fastslow_scale.monitor import Monitor, NullMonitor
+from fastslow_scale.parallel.mesh import Mesh
+from fastslow_scale.train.batch import count_valid, inputs_and_labels, validation_rows
+from fastslow_scale.train.checkpoint import load_checkpoint, save_checkpoint
+from fastslow_scale.train.checkpoint_files import Found, find_checkpoint
+from fastslow_scale.train.clock import Clock
+from fastslow_scale.train.engine import Engine, Update
+from fastslow_scale.train.run_folder import open_run_folder
+from fastslow_scale.train.schedule import learning_rate
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step tells; `loss` is this data-parallel rank's share of the step's mean loss."""
+
+    loss: torch.Tensor
+    lr: float
+    update: Update
+
+
+def train(config: Config, mesh: Mesh, resume: str = "auto", command: str = "") -> None:
+    """Train to the last step, from the newest sound checkpoint of the run folder, if there is one."""
+    folder = on_main(mesh, lambda: open_run_folder(config, command))
+    trainer = Trainer(config, mesh, folder)
+    notes = trainer.resume(resume)
+    total = config.train.num_steps
+    with Monitor(folder, config, trainer.step, total) if mesh.is_main else NullMonitor() as monitor:
+        for note in notes:
+            monitor.message(note)
+        trainer.run(total, monitor)
+        monitor.summary()
+
+
+class Trainer:
+    """Model, engine and data of one rank, at a step."""
+
+    def __init__(self, config: Config, mesh: Mesh, folder: Path):
+        self.config, self.mesh, self.folder = config, mesh, folder
+        self.train_data, self.validation_data = open_data(config)
+        torch.use_deterministic_algorithms(config.train.deterministic)
+        self.engine = Engine(build_model(config, mesh), config, mesh)
+        self.step = 0
+
+    def run(self, total: int, monitor: NullMonitor) -> None:
+        """Train from the current step to step `total`."""
+        config = self.config
+        if self.step == 0:
+            monitor.log_validation(0, self.validate())
+        batches = self.batches()
+        clock = Clock(config.train.tokens_per_step)
+        while self.step < total:
+            number = self.step + 1
+            logged = number in (1, total) or number % config.monitor.log_every == 0
+            with clock.waiting_for_data():
+                rows = next(batches)
+            result = self.train_step(rows, measure=logged)
+            clock.count_step()
+            if not result.update.applied:
+                monitor.message(f"step {number}: the gradient norm is not finite; no weight was changed")
+            if logged:
+                monitor.log_step(self.record(result) | clock.read())
+            with clock.stopped():
+                if number == total or due(number, config.validation.every):
+                    monitor.log_validation(number, self.validate())
+                if number == total or due(number, config.checkpoint.every):
+                    monitor.message(f"checkpoint {self.save()}")
+
+    def train_step(self, rows: torch.Tensor, measure: bool = False) -> StepResult:
+        """One optimizer step on this rank's rows of the global batch, [rows, T + 1]."""
+        inputs, labels = inputs_and_labels(rows, self.train_data.pad_id)
+        valid_tokens = count_valid(labels, self.mesh)
+        lr = learning_rate(self.config, self.step)
+        self.engine.set_learning_rate(lr)
+        for exchange in self.engine.model.exchanges:
+            exchange.measure = measure
+        loss, update = torch.zeros((), device=self.mesh.device), None
+        size = self.config.train.micro_batch_size
+        for tokens, targets in zip(inputs.split(size), labels.split(size), strict=True):
+            loss_sum = self.engine.forward(tokens.to(self.mesh.device), targets.to(self.mesh.device))
+            update = self.engine.backward(loss_sum, valid_tokens)
+            loss += loss_sum.detach()
+        assert update is not None, "the last micro-batch ends the step"
+        self.step += 1
+        return StepResult(loss / valid_tokens, lr, update)
+
+    def record(self, result: StepResult) -> dict[str, Any]:
+        """The step's numbers for the log, over all ranks; a collective."""
+        dist.all_reduce(result.loss, group=self.mesh.dp_group)
+        gates, contributions = self.coupling()
+        return {
+            "step": self.step,
+            "tokens": self.step * self.config.train.tokens_per_step,
+            "loss": result.loss.item(),
+            "lr": result.lr,
+            "grad_norm": result.update.grad_norm,
+            "gate_norm": gates,
+            "contribution": contributions,
+        }
+
+    def coupling(self) -> tuple[list[float], list[float]]:
+        """Per exchange |gate| and |c| / |x| over the tokens of the last measured micro-batch; a collective."""
+        measured = [e.energy for e in self.engine.model.exchanges if e.energy is not None]
+        if not measured:
+            return [], []
+        energy = torch.stack(measured)
+        dist.all_reduce(energy)
+        # Every rank adds the same gate's square, so its sum is the world size times too large.
+        gates = (energy[:, 2] / self.mesh.world_size).sqrt()
+        return gates.tolist(), (energy[:, 0] / energy[:, 1]).sqrt().tolist()
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over the first `validation.max_sequences` sequences of the validation split; a collective."""
+        rows = validation_rows(self.validation_data, self.config.validation.max_sequences, self.mesh)
+        inputs, labels = inputs_and_labels(rows, self.validation_data.pad_id)
+        loss = torch.zeros((), device=self.mesh.device)
+        size = self.config.train.micro_batch_size
+        for tokens, targets in zip(inputs.split(size), labels.split(size), strict=True):
+            loss += self.engine.model(tokens.to(self.mesh.device), targets.to(self.mesh.device))
+        dist.all_reduce(loss, group=self.mesh.dp_group)
+        return (loss / count_valid(labels, self.mesh)).item()
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """This rank's rows of each global batch from the current step on, [rows, T + 1]."""
+        train = self.config.train
+        return step_batches(
+            self.train_data,
+            seed=train.seed,
+            start_sample=self.step * train.global_batch_size,
+            global_batch_size=train.global_batch_size,
+            dp_rank=self.mesh.dp_rank,
+            dp_size=self.mesh.dp_size,
+            num_workers=self.config.data.num_workers,
+        )
+
+    def save(self) -> Path:
+        """Write a checkpoint of the current step; a collective."""
+        state = {
+            "step": self.step,
+            "consumed_samples": self.step * self.config.train.global_batch_size,
+            "data_fingerprint": self.train_data.fingerprint,
+            "config": self.config.model_dump(mode="json"),
+        }
+        return save_checkpoint(
+            self.engine.deepspeed,
+            self.mesh,
+            self.folder / "checkpoints",
+            self.step,
+            state,
+            keep=self.config.checkpoint.keep,
+            rank_state={"torch_rng": torch.get_rng_state()},
+        )
+
+    def resume(self, resume: str) -> list[str]:
+        """Go on from a checkpoint: the newest (`auto`), none (`never`) or the one named. Returns what to tell."""
+        found: Found = on_main(self.mesh, lambda: find_checkpoint(self.folder / "checkpoints", resume))
+        notes = [f"passed over checkpoint {path}: {reason}" for path, reason in found.passed_over]
+        if found.path is None:
+            return notes
+        restored = load_checkpoint(self.engine.deepspeed, self.mesh, found.path)
+        if restored.state["data_fingerprint"] != self.train_data.fingerprint:
+            raise UserError(f"{found.path} was trained on other data than {self.train_data.path}")
+        if restored.rank_state is not None:
+            torch.set_rng_state(restored.rank_state["torch_rng"])
+        self.step = int(restored.state["step"])
+        if self.step >= self.config.train.num_steps:
+            return [*notes, f"{self.folder} is finished: step {self.step} of {self.config.train.num_steps}"]
+        return [*notes, f"resuming from {found.path}"]
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def open_data(config: Config) -> tuple[TokenDataset, TokenDataset]:
+    """The train and the validation split, checked against the config."""
+    if config.data.path is None:
+        raise UserError("data.path is missing: name a folder written by `fastslow data shard`")
+    train, validation = (TokenDataset.open(config.data.path, split=split) for split in ("train", "validation"))
+    if train.seq_length != config.train.seq_length:
+        raise UserError(
+            f"train.seq_length is {config.train.seq_length} but {config.data.path} was sharded with {train.seq_length}"
+        )
+    if train.vocab_size != config.model.vocab_size:
+        raise UserError(
+            f"model.vocab_size is {config.model.vocab_size} but the tokenizer of {config.data.path} "
+            f"has {train.vocab_size} pieces"
+        )
+    return train, validation
+
+
+def on_main(mesh: Mesh, function: Callable[[], T]) -> T:
+    """Call on the first rank only; every rank gets the value, or raises the same `UserError`."""
+    answer: list[Any] = [None, None]
+    if mesh.is_main:
+        try:
+            answer[0] = function()
+        except UserError as error:
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise UserError(answer[1])
+    return answer[0]

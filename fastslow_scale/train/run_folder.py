@@ -1,0 +1,74 @@
+"""A run's folder: config.yaml, command, versions beside what the monitor and the checkpoints write."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.errors import UserError
+from fastslow_scale.config import Config, load_config
+
+# What may change between two starts of one run: where and how it computes, not what.
+MAY_CHANGE = {
+    "parallel": None,
+    "checkpoint": None,
+    "monitor": None,
+    "validation": None,
+    "data": {"num_workers"},
+    "train": {"run_dir", "micro_batch_size", "deterministic", "recompute", "timeout_seconds"},
+}
+PACKAGES = ("torch", "deepspeed", "megatron-core", "webdataset", "sentencepiece", "fastslow-scale")
+
+
+def open_run_folder(config: Config, command: str) -> Path:
+    """Make the folder, or take up the one that an earlier start of the same run left.
+
+    Raises:
+        UserError: the folder holds a run with another config, or cannot be written.
+    """
+    folder = config.train.run_dir
+    saved = folder / "config.yaml"
+    if saved.exists():
+        refuse_other_config(saved, load_config(saved), config)
+    elif (folder / "checkpoints").exists() or (folder / "metrics.jsonl").exists():
+        raise UserError(f"{folder} holds a run without its config.yaml; choose another train.run_dir")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        saved.write_text(config.to_yaml(), encoding="utf-8")
+        (folder / "command").write_text(command + "\n", encoding="utf-8")
+        (folder / "versions").write_text("".join(f"{line}\n" for line in versions()), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"train.run_dir {folder} cannot be written: {error.strerror}") from None
+    return folder
+
+
+def refuse_other_config(saved: Path, old: Config, new: Config) -> None:
+    """Raise `UserError` naming the first key that makes `new` another run than `old`."""
+    for section, before, after in _sections(old, new):
+        free = MAY_CHANGE.get(section, set())
+        if free is None:
+            continue
+        for key in before:
+            if key not in free and before[key] != after[key]:
+                raise UserError(
+                    f"{section}.{key} is {after[key]} but the run in {saved.parent} has {before[key]}; "
+                    f"choose another train.run_dir or remove that folder"
+                )
+
+
+def _sections(old: Config, new: Config) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
+    return [(section, before[section], after[section]) for section in before]
+
+
+def versions() -> list[str]:
+    """`name version` of Python and of every package whose version can change a result."""
+    lines = [f"python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            lines.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(f"{package} (not installed as a package)")
+    return lines
