@@ -224,19 +224,19 @@ def _broken_rules(config: Config) -> Iterable[tuple[str, Any, str]]:
     tp = parallel.tensor_parallel_size
     for name, section in (("model", model), ("slow", slow)):
         hidden, heads = section.hidden_size, section.num_attention_heads
-        kv, inner = section.num_key_value_heads, section.intermediate_size
+        kv = section.num_key_value_heads
         if hidden % heads:
             yield f"{name}.num_attention_heads", heads, f"must divide {name}.hidden_size = {hidden}"
         elif (hidden // heads) % 2:
             yield f"{name}.num_attention_heads", heads, f"must leave an even head size (RoPE), not {hidden // heads}"
         if heads % kv:
             yield f"{name}.num_key_value_heads", kv, f"must divide {name}.num_attention_heads = {heads}"
-        if inner % kv:
-            yield f"{name}.intermediate_size", inner, f"must be a multiple of {name}.num_key_value_heads = {kv}"
     if model.num_attention_heads % tp:
         yield "model.num_attention_heads", model.num_attention_heads, f"must be a multiple of parallel.tensor_parallel_size = {tp}"
     if model.key_value_heads % tp:
         yield "model.num_key_value_heads", model.key_value_heads, f"must be a multiple of parallel.tensor_parallel_size = {tp}"
+    if model.intermediate_size % tp:
+        yield "model.intermediate_size", model.intermediate_size, f"must be a multiple of parallel.tensor_parallel_size = {tp}"
     if model.padded_vocab_size % tp:
         yield "model.vocab_multiple", model.vocab_multiple, f"must be a multiple of parallel.tensor_parallel_size = {tp}"
     after, layers = slow.exchange_after, model.num_hidden_layers

@@ -45,8 +45,9 @@ def split_qkv(fused, heads, kv_heads):
     return torch.cat(q), torch.cat(k), torch.cat(v)
 
 
-def split_gate_up(fused, groups):
-    """Rows by group: its gate rows, then its up rows."""
+def split_gate_up(fused, kv_heads):
+    """Rows by group, as many groups as divide both sizes: its gate rows, then its up rows."""
+    groups = math.gcd(fused.shape[0] // 2, kv_heads)
     gate, up = [], []
     for group in fused.split(fused.shape[0] // groups):
         half = group.shape[0] // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -21,15 +22,15 @@ Recompute = Literal["none", "selective", "full"]
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (arXiv 2002.05202), gate and up as one fused projection.
 
-    The rows of gate_up_proj come in `num_groups` groups, each holding its gate rows, then its up rows, so that a
-    contiguous slice of rows is whole pairs for every tensor-parallel size that divides num_groups.
+    The rows of gate_up_proj come in gcd(intermediate_size, num_key_value_heads) groups, each holding its gate rows, then
+    its up rows. A contiguous slice of rows is therefore whole groups for every tensor-parallel size that divides both.
     """
 
     def __init__(
-        self, name: str, hidden_size: int, intermediate_size: int, num_groups: int, linears: Linears, init: InitScheme
+        self, name: str, hidden_size: int, intermediate_size: int, kv_heads: int, linears: Linears, init: InitScheme
     ):
         super().__init__()
-        self.num_groups = num_groups // linears.tp_size
+        self.num_groups = math.gcd(intermediate_size, kv_heads) // linears.tp_size
         self.gate_up_proj = linears.column(
             hidden_size, 2 * intermediate_size, init.weight(f"{name}.gate_up_proj.weight", fan_in=hidden_size)
         )

@@ -60,12 +60,18 @@ def local_device() -> torch.device:
 
 
 def build_mesh(tensor_parallel_size: int = 1) -> Mesh:
-    """Build megatron's groups for this layout (replacing an earlier layout's). Every rank calls it together."""
+    """Build megatron's groups for this layout, in place of an earlier layout's. Every rank calls it together."""
     with warnings.catch_warnings():
+        # Megatron warns of each optional GPU package that is not installed.
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state as state
     if state.model_parallel_is_initialized():
+        groups = state._global_process_group_list
         state.destroy_model_parallel()
+        for group in groups:
+            # Megatron only forgets its groups; each keeps threads and sockets. None stands for the default group.
+            if group is not None:
+                dist.destroy_process_group(group)
     state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size, create_gloo_process_groups=False)
     return Mesh(
         rank=dist.get_rank(),

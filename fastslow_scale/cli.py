@@ -1,0 +1,112 @@
+"""The `fastslow` command. Each command says what it takes with --help; a user's mistake is one line, exit status 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import click
+import typer
+
+from data_pipeline.cli import app as data_app
+from data_pipeline.errors import UserError
+from fastslow_scale.config import load_config
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Pretrain, sample and study fast-slow language models.",
+)
+app.add_typer(data_app, name="data")
+
+ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/tiny.yaml.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace the file's, such as optimizer.lr=1e-3."),
+]
+
+
+@app.command()
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Ranks to start on this machine. Default: one tensor-parallel group.")
+    ] = None,
+    resume: Annotated[
+        str, typer.Option(help="auto: the run folder's newest sound checkpoint; never; or a checkpoint's folder.")
+    ] = "auto",
+) -> None:
+    """Train a model; the same command goes on where an interrupted run stopped.
+
+    Started under torchrun or srun it joins that job as one rank; alone it starts its own ranks.
+    """
+    from fastslow_scale.launch.local import job_environment, joined_job, launch
+    from fastslow_scale.train import worker
+
+    given = overrides or []
+    if joined_job():
+        os.environ.update(job_environment())
+        worker.run(config, given, resume)
+        return
+    tree = load_config(config, given)
+    ranks = nproc if nproc is not None else tree.parallel.tensor_parallel_size
+    tree.data_parallel_size(ranks)
+    raise typer.Exit(launch(ranks, "fastslow_scale.train.worker", [config, *given, "--resume", resume]))
+
+
+@app.command()
+def generate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder or one of its checkpoints.")],
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that make up this share.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+) -> None:
+    """Sample text from a trained model, on one process whatever layout it was trained with."""
+    from fastslow_scale.inference.generate import generate_text
+
+    for piece in generate_text(run, prompt, max_tokens, temperature, top_p, seed):
+        print(piece, end="", flush=True)
+    print()
+
+
+@app.command()
+def doctor() -> None:
+    """Show what is installed and found, and what would stop a run."""
+    from fastslow_scale.doctor import examine
+
+    raise typer.Exit(examine())
+
+
+def main() -> None:
+    """Run the command line; the only place where a `UserError` becomes a line and an exit status."""
+    try:
+        code = app(standalone_mode=False)
+    except UserError as error:
+        if first_to_report():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        code = 2
+    except click.ClickException as error:
+        error.show()
+        code = 2
+    except (KeyboardInterrupt, click.Abort):
+        code = 130
+    sys.exit(code)
+
+
+def first_to_report() -> bool:
+    """Whether no other rank of this job has reported a mistake: ranks that meet the same one say it once."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized():
+        return os.environ.get("RANK", "0") == "0"
+    return bool(distributed.distributed_c10d._get_default_store().add("mistakes", 1) == 1)
+
+
+if __name__ == "__main__":
+    main()

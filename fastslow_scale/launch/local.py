@@ -1,0 +1,207 @@
+"""Start the ranks of a run on this machine, or find out that something else already did.
+
+The ranks are started by torch's elastic agent, as torchrun would: it gives each its RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT, and ends the others when one fails. What is added here is the environment the ranks run
+fastest in, errors a person can read, and that no rank ever outlives its launcher.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from data_pipeline.errors import UserError
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_START_AGAIN = 75
+
+SHUTDOWN_SECONDS = 30
+FIRST_RESERVED_STEP = 0xFFFFFFF0
+
+
+def launch(nproc: int, module: str, arguments: Sequence[str] = ()) -> int:
+    """Run `python -m module *arguments` as `nproc` ranks on this machine; return the exit code to end with.
+
+    0: all ranks ended well. 2: a rank raised `UserError` (its line is printed, once) or exited with 2. 75: a rank asks
+    to be started again. 1: anything else; the error of the rank that failed first is printed last. Call it from the
+    main thread: it handles signals.
+    """
+    if nproc < 1:
+        raise UserError(f"the number of ranks must be at least 1 (got {nproc})")
+    with (
+        tempfile.TemporaryDirectory(prefix="fastslow_ranks_") as log_dir,
+        _environment(rank_environment(nproc)),
+        _signal_handlers_restored(),
+        _elastic_logs_silenced(),
+    ):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+            shutdown_timeout=SHUTDOWN_SECONDS,
+        )
+        command = ["-m", "fastslow_scale.launch.rank", str(os.getpid()), module, *arguments]
+        try:
+            elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as error:
+            return _explain(_first_failure(error.failures))
+        except (SignalException, KeyboardInterrupt) as error:
+            name = error.sigval.name if isinstance(error, SignalException) else "SIGINT"
+            print(f"ended by {name}; all ranks have ended", file=sys.stderr)
+            return EXIT_FAILED
+    return EXIT_OK
+
+
+def rank_environment(nproc: int) -> dict[str, str]:
+    """What the ranks need in their environment before Python starts. What the user has set already stays."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wanted = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
+    if not torch.cuda.is_available():
+        # ZeRO allocates and frees buffers of tens of megabytes each step. By default glibc asks the kernel for such
+        # memory and gives it back every time, and the page faults cost up to a tenth of the step. With these settings
+        # it keeps what it has once got. glibc reads them when a process starts, hence here.
+        wanted["MALLOC_MMAP_THRESHOLD_"] = str(16 * 2**30)
+        wanted["MALLOC_TRIM_THRESHOLD_"] = str(16 * 2**30)
+        wanted["MALLOC_TOP_PAD_"] = str(64 * 2**20)
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def joined_job(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process already is one rank of a job that torchrun or srun started."""
+    return _under_torchrun(environment) or _under_srun(environment)
+
+
+def job_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of the job this process is a rank of.
+
+    torchrun sets them itself; for a rank started by srun they follow from SLURM's own variables.
+    """
+    if _under_torchrun(environment):
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        return {name: environment[name] for name in names if name in environment}
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    # Below the ports that the system hands out by itself; steps of one job that run side by side get different ones.
+    port = 10000 + (31 * int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])) % 20000
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": _step_tasks(environment),
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "MASTER_ADDR": _first_host(nodes),
+        "MASTER_PORT": str(port),
+    }
+
+
+def _under_torchrun(environment: Mapping[str, str]) -> bool:
+    return "RANK" in environment and "WORLD_SIZE" in environment
+
+
+def _under_srun(environment: Mapping[str, str]) -> bool:
+    # A batch script and the shell of salloc have SLURM_PROCID and SLURM_NTASKS too, but are no ranks: they have no step
+    # id, or one of the highest, which SLURM keeps for its own steps.
+    step = int(environment.get("SLURM_STEP_ID", FIRST_RESERVED_STEP))
+    in_step = step < FIRST_RESERVED_STEP and "SLURM_PROCID" in environment
+    return in_step and int(_step_tasks(environment)) > 1
+
+
+def _step_tasks(environment: Mapping[str, str]) -> str:
+    return environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
+
+
+def _first_host(nodes: str) -> str:
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        hosts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"cannot tell the hosts of SLURM's node list {nodes}: {error}") from None
+    if not hosts:
+        raise UserError(f"SLURM's node list {nodes} names no host")
+    return hosts[0]
+
+
+def _first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that failed first, which is the cause: what other ranks say is often only that it is gone."""
+
+    def when(item: tuple[int, ProcessFailure]) -> float:
+        failure = item[1]
+        reason = failure.error_file_data
+        if "time" in reason:
+            return float(reason["time"])
+        # Others are only known to the second, by when they were found. A rank that a signal killed died before that,
+        # and its peers notice at once; an exit without a reason, or the agent's own SIGTERM, is likely a consequence.
+        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+        return failure.timestamp + (-1 if killed else 1)
+
+    return min(failures.items(), key=when)
+
+
+def _explain(first_failure: tuple[int, ProcessFailure]) -> int:
+    """Print what happened in the rank that failed first, unless it said so itself; return the exit code."""
+    rank, failure = first_failure
+    reason = failure.error_file_data
+    if "time" in reason:
+        text = reason["message"] if reason["user_error"] else f"rank {rank} failed:\n{reason['message']}"
+        print(f"error: {text}", file=sys.stderr)
+    elif failure.exitcode < 0:
+        hint = " (by hand, or for want of memory)" if failure.exitcode == -signal.SIGKILL else ""
+        print(f"error: rank {rank} was killed by {failure.signal_name()}{hint}", file=sys.stderr)
+    elif failure.exitcode not in (EXIT_BAD_INPUT, EXIT_START_AGAIN):
+        print(f"error: rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
+    return failure.exitcode if failure.exitcode in (EXIT_BAD_INPUT, EXIT_START_AGAIN) else EXIT_FAILED
+
+
+@contextmanager
+def _environment(extra: Mapping[str, str]) -> Iterator[None]:
+    """The agent hands its own environment to the ranks."""
+    before = dict(os.environ)
+    os.environ.update(extra)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _signal_handlers_restored() -> Iterator[None]:
+    """The agent installs its own handlers and leaves them in place."""
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = [(number, signal.getsignal(number)) for number in handled]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def _elastic_logs_silenced() -> Iterator[None]:
+    """The agent logs each failure with its own inner state; `_explain` says what matters instead."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    silence, propagate = logging.NullHandler(), logger.propagate
+    logger.addHandler(silence)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(silence)
+        logger.propagate = propagate

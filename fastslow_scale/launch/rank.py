@@ -1,0 +1,73 @@
+"""One rank started by `fastslow_scale.launch.local`: runs a module and says why it failed, once.
+
+    python -m fastslow_scale.launch.rank LAUNCHER_PID MODULE [ARGUMENT ...]
+
+Imports nothing heavy, so that the rank is tied to its launcher, and its errors are caught, from the first moment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from data_pipeline.errors import UserError
+
+
+def main(launcher_pid: int, module: str, arguments: list[str]) -> None:
+    end_with_parent(launcher_pid)
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except UserError as error:
+        _fail(2, str(error), user_error=True)
+    except KeyboardInterrupt:
+        _fail(1, "interrupted", user_error=True)
+    except Exception as error:
+        _fail(1, _traceback(error), user_error=False)
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies: a launcher killed with -9 leaves no rank training on."""
+    if sys.platform != "linux":
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _traceback(error: BaseException) -> str:
+    """Python's own text, from the module's first frame on."""
+    frame = error.__traceback__
+    while frame and frame.tb_next and frame.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
+
+
+def _fail(code: int, text: str, *, user_error: bool) -> NoReturn:
+    """Leave the reason for the launcher, which shows the first one of all ranks, and end this rank at once."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        now = time.time()
+        reason = {"message": text, "timestamp": int(now), "time": now, "user_error": user_error}
+        temporary = Path(f"{error_file}.part")
+        temporary.write_text(json.dumps(reason), encoding="utf-8")
+        temporary.replace(error_file)
+    else:
+        print(text, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: the destructors of process groups and non-daemon threads may wait for ranks that are gone.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -1,0 +1,79 @@
+"""The one object a training loop reports to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fastslow_scale.config import Config
+from fastslow_scale.monitor.console import Console, summary_lines
+from fastslow_scale.monitor.metrics import FILE_NAME, MetricsLog, RunSummary
+from fastslow_scale.monitor.tensorboard import TensorBoardLog
+
+
+class NullMonitor:
+    """Takes every report and does nothing with it: what all ranks but the first have."""
+
+    def log_step(self, record: Mapping[str, Any]) -> None:
+        """Take a logged step: the keys of metrics.jsonl, plain numbers and lists."""
+
+    def log_validation(self, step: int, loss: float) -> None:
+        """Take the validation loss after a step (0: before the first)."""
+
+    def message(self, text: str) -> None:
+        """Show one line to whoever watches."""
+
+    def summary(self) -> None:
+        """Show how the run went, from all it has recorded."""
+
+    def close(self) -> None:
+        """Everything reported is on disk; the terminal is as before."""
+
+    def __enter__(self) -> NullMonitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Monitor(NullMonitor):
+    """Writes RUN/metrics.jsonl and RUN/tb, and shows progress. `start_step`: of the checkpoint resumed from, else 0."""
+
+    def __init__(self, run_dir: Path, config: Config, start_step: int, total_steps: int) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir = run_dir
+        self._metrics = MetricsLog(run_dir / FILE_NAME, start_step)
+        self._tensorboard: TensorBoardLog | None = None
+        if config.monitor.tensorboard:
+            self._tensorboard = TensorBoardLog(run_dir / "tb", start_step)
+            self._tensorboard.write_config(config.to_yaml())
+        self._console = Console(start_step, total_steps)
+
+    def log_step(self, record: Mapping[str, Any]) -> None:
+        self._metrics.write(record)
+        if self._tensorboard:
+            self._tensorboard.write(record)
+        self._console.log_step(record)
+
+    def log_validation(self, step: int, loss: float) -> None:
+        is_new = self._metrics.write_validation(step, loss)
+        if self._tensorboard and is_new:
+            self._tensorboard.write({"step": step, "validation_loss": loss})
+        self._console.log_validation(step, loss)
+
+    def message(self, text: str) -> None:
+        self._console.message(text)
+
+    def summary(self) -> None:
+        for line in summary_lines(self._run_dir, RunSummary.read(self._run_dir)):
+            self._console.message(line)
+
+    def close(self) -> None:
+        self._console.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+        self._metrics.close()

@@ -1,0 +1,223 @@
+"""The launcher: what ranks get, what a user sees when one fails, and that none outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import UserError
+from fastslow_scale.launch.local import (
+    EXIT_START_AGAIN,
+    job_environment,
+    joined_job,
+    launch,
+    rank_environment,
+)
+
+pytestmark = pytest.mark.unit
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+CHILD = """
+import os, signal, sys, time
+from data_pipeline.errors import UserError
+
+what, rank = sys.argv[1], int(os.environ["RANK"])
+if what == "report":
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_")
+    with open(f"{sys.argv[2]}/{rank}", "w") as file:
+        print(*(os.environ.get(name) for name in names), sys.argv[3:], file=file)
+elif what == "user_error":
+    raise UserError("data.path must be a folder (got nowhere) in some.yaml")
+elif what == "one_crashes":
+    if rank == 1:
+        raise RuntimeError("the first cause")
+    time.sleep(0.02)
+    raise RuntimeError("a peer is gone")
+elif what == "one_is_killed":
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(300)
+elif what == "exit":
+    sys.exit(int(sys.argv[2]))
+elif what == "wait":
+    with open(f"{sys.argv[2]}/{rank}.part", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"{sys.argv[2]}/{rank}.part", f"{sys.argv[2]}/{rank}")
+    time.sleep(300)
+"""
+
+
+@pytest.fixture(autouse=True)
+def child_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `child` a module the ranks can run."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "child.py").write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{folder}")
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "MALLOC_"))]:
+        monkeypatch.delenv(name)
+
+
+def test_ranks_get_their_place_their_arguments_and_a_fast_environment(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    assert launch(2, "child", ["report", str(tmp_path), "a b", "x=[1]"]) == 0
+    for rank in (0, 1):
+        line = (tmp_path / str(rank)).read_text().strip()
+        assert line == f"{rank} {rank} 2 127.0.0.1 1 {16 * 2**30} ['a b', 'x=[1]']"
+    assert dict(os.environ) == before
+
+
+def test_one_rank_takes_the_same_way(tmp_path: Path) -> None:
+    assert launch(1, "child", ["report", str(tmp_path)]) == 0
+    assert (tmp_path / "0").read_text().startswith("0 0 1 127.0.0.1")
+
+
+def test_threads_are_shared_out_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [rank_environment(n)["OMP_NUM_THREADS"] for n in (1, 2, 3, 16)] == ["8", "4", "2", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert "OMP_NUM_THREADS" not in rank_environment(2)
+
+
+def test_a_user_error_is_one_line_once(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(2, "child", ["user_error"]) == 2
+    captured = capfd.readouterr()
+    assert captured.err == "error: data.path must be a folder (got nowhere) in some.yaml\n"
+    assert captured.out == ""
+
+
+def test_the_first_cause_is_shown_last_and_without_the_agents_noise(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(2, "child", ["one_crashes"]) == 1
+    shown = capfd.readouterr().err
+    assert shown.startswith("error: rank 1 failed:\nTraceback")
+    assert shown.endswith("RuntimeError: the first cause\n")
+    assert "runpy" not in shown and "elastic" not in shown and "a peer is gone" not in shown
+
+
+def test_a_killed_rank_ends_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    start = time.monotonic()
+    assert launch(2, "child", ["one_is_killed"]) == 1
+    assert time.monotonic() - start < 60
+    assert "rank 1 was killed by SIGKILL" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("code", "expected", "shown"), [(2, 2, ""), (EXIT_START_AGAIN, 75, ""), (3, 1, "exit code 3")])
+def test_exit_codes(code: int, expected: int, shown: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(2, "child", ["exit", str(code)]) == expected
+    error = capfd.readouterr().err
+    assert shown in error and bool(error) == bool(shown)
+
+
+def test_a_module_that_does_not_exist_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(1, "no_such_module") == 1
+    assert "No module named no_such_module" in capfd.readouterr().err
+
+
+def test_no_ranks_is_bad_input() -> None:
+    with pytest.raises(UserError, match="at least 1"):
+        launch(0, "child")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_its_launcher(number: signal.Signals, tmp_path: Path) -> None:
+    program = "import sys; from fastslow_scale.launch.local import launch; sys.exit(launch(2, 'child', sys.argv[1:]))"
+    with (tmp_path / "stderr").open("w") as stderr:
+        launcher = subprocess.Popen([sys.executable, "-c", program, "wait", str(tmp_path)], stderr=stderr)
+    try:
+        pids = [int(_wait_for(tmp_path / str(rank)).read_text()) for rank in (0, 1)]
+        launcher.send_signal(number)
+        launcher.wait(timeout=60)
+    finally:
+        launcher.kill()
+    if number != signal.SIGKILL:
+        assert launcher.returncode == 1
+        assert (tmp_path / "stderr").read_text() == f"ended by {number.name}; all ranks have ended\n"
+    deadline = time.monotonic() + 60
+    while any(_is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a rank is still running"
+        time.sleep(0.05)
+
+
+def test_a_process_alone_has_joined_nothing() -> None:
+    assert not joined_job({})
+    assert not joined_job({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16"})
+
+
+def test_torchrun_is_joined() -> None:
+    environment = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "29500",
+        "X": "",
+    }
+    assert joined_job(environment)
+    assert job_environment(environment) == {key: value for key, value in environment.items() if key != "X"}
+
+
+SRUN_RANK = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_JOB_NODELIST": "node[07-08]",
+    "SLURM_STEP_NODELIST": "node[07-08]",
+}
+
+
+def test_srun_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames node[07-08]" ] && printf "node07\\nnode08\\n"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert joined_job(SRUN_RANK)
+    joined = job_environment(SRUN_RANK)
+    port = int(joined.pop("MASTER_PORT"))
+    assert joined == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node07"}
+    assert 10000 <= port < 30000
+    for other in ({"SLURM_JOB_ID": "4712"}, {"SLURM_STEP_ID": "1"}):
+        assert int(job_environment(SRUN_RANK | other)["MASTER_PORT"]) != port
+    assert int(job_environment(SRUN_RANK | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})["MASTER_PORT"]) == port
+
+
+@pytest.mark.parametrize("step", [None, "4294967291", "4294967290"])
+def test_batch_scripts_and_interactive_shells_are_no_ranks(step: str | None) -> None:
+    environment = {key: value for key, value in SRUN_RANK.items() if key != "SLURM_STEP_ID"}
+    assert not joined_job(environment if step is None else environment | {"SLURM_STEP_ID": step})
+
+
+def test_a_single_srun_task_may_start_its_own_ranks() -> None:
+    assert not joined_job(SRUN_RANK | {"SLURM_STEP_NUM_TASKS": "1"})
+
+
+def test_a_node_list_that_nothing_can_expand_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"node\[07-08\]"):
+        job_environment(SRUN_RANK)
+
+
+def _wait_for(path: Path) -> Path:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never came"
+        time.sleep(0.05)
+    return path
+
+
+def _is_alive(pid: int) -> bool:
+    """Running, that is: a zombie nobody has reaped is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
