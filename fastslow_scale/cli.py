@@ -60,20 +60,31 @@ def train(
 @app.command()
 def generate(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder or one of its checkpoints.")],
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
+    prompt: Annotated[
+        list[str], typer.Option(help="The text to go on from; several are generated together. Empty: a new document.")
+    ],
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that make up this share.")
     ] = 0.95,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The same seed gives the same text.")] = 0,
 ) -> None:
     """Sample text from a trained model, on one process whatever layout it was trained with."""
-    from fastslow_scale.inference.generate import generate_text
+    from fastslow_scale.inference import generate as text
+    from fastslow_scale.inference.load import load_model
 
-    for piece in generate_text(run, prompt, max_tokens, temperature, top_p, seed):
-        print(piece, end="", flush=True)
-    print()
+    loaded = load_model(run)
+    for note in loaded.notes:
+        print(note, file=sys.stderr)
+    steps = text.generate(loaded, prompt, max_tokens, text.Sampling(temperature, top_p, seed))
+    if len(prompt) == 1:
+        for count, (piece,) in enumerate(steps):
+            print(piece if count else prompt[0] + piece, end="", flush=True)
+        print()
+    else:
+        grown = ["".join(pieces) for pieces in zip(*steps, strict=True)]
+        print("\n\n".join(start + rest for start, rest in zip(prompt, grown, strict=True)))
 
 
 @app.command()

@@ -1,8 +1,11 @@
 """What every rank imports, imported once by the server that ranks are forked from (see `ranks.py`)."""
 
 import os
+import warnings
 
 os.environ["DS_ACCELERATOR"] = "cpu"
+warnings.filterwarnings("ignore", module="torch")
+warnings.filterwarnings("ignore", module="megatron")
 
 import deepspeed  # noqa: E402, F401
 

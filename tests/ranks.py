@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import time
@@ -86,7 +87,7 @@ def _collect(pipes: dict[Connection, int], deadline: float, timeout: float) -> l
         for pipe in ready:
             rank = pipes[pipe]
             try:
-                succeeded, value = pipe.recv()
+                succeeded, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 succeeded, value = False, "died without a word"
             if succeeded:
@@ -124,7 +125,12 @@ def _rank(
         dist.init_process_group("gloo")
         value = function(*args)
         dist.destroy_process_group()
-        pipe.send((True, value))
+        _send(pipe, True, value)
     except BaseException:
         sys.stdout.flush()
-        pipe.send((False, traceback.format_exc()))
+        _send(pipe, False, traceback.format_exc())
+
+
+def _send(pipe: Connection, succeeded: bool, value: Any) -> None:
+    # Plain bytes: torch's own pickler for pipes sends a handle to shared memory, which ends with this process.
+    pipe.send_bytes(pickle.dumps((succeeded, value)))

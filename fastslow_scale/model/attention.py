@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fastslow_scale.model.init import InitScheme
 from fastslow_scale.model.linear import Linears
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int | None], torch.Tensor]
+"""What `causal_attention` is: (q, k, v, window) -> [B, H, T, head_dim]. Decoding has its own, over cached keys."""
 
 
 def rope_table(length: int, head_dim: int, theta: float, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +87,9 @@ class Attention(nn.Module):
         """[T, B, D] -> [T, B, D]; under sequence parallelism both are this rank's T / tp tokens."""
         return self.o_proj(self.core(self.qkv_proj(x), rope))
 
-    def core(self, qkv: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def core(
+        self, qkv: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend = causal_attention
+    ) -> torch.Tensor:
         """What lies between the projections: [T, B, qkv features of this rank] -> [T, B, heads * head_dim]."""
         length, batch, _ = qkv.shape
         grouped = qkv.view(length, batch, -1, self.queries_per_group + 2, self.head_dim)
@@ -90,5 +97,5 @@ class Attention(nn.Module):
         q = rotated[..., :-1, :].flatten(2, 3).permute(1, 2, 0, 3)
         k = rotated[..., -1, :].permute(1, 2, 0, 3)
         v = grouped[..., -1, :].permute(1, 2, 0, 3)
-        out = causal_attention(q, k, v, self.window)
+        out = attend(q, k, v, self.window)
         return out.permute(2, 0, 1, 3).reshape(length, batch, -1)

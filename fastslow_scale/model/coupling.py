@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from fastslow_scale.config import ModelConfig, SlowConfig
+from fastslow_scale.model.attention import Attend
 from fastslow_scale.model.layers import Recompute, Rope
 from fastslow_scale.model.slow_path import SlowPath
 from fastslow_scale.parallel.collectives import Group, pool, spread
@@ -56,9 +58,15 @@ class Exchange(SlowPath):
         """x [t, B, D] (this rank's tokens) and y [S, B, D_slow] or None -> the new x and y."""
         num_blocks = tokens.total // self.pool_size
         p = pool(x, self.pool_size, num_blocks, tokens.first, tokens.group)
-        y = self.advance(p, y, rope)
-        c = self.gate * self.phi(y)
+        c, y = self.answer(p, y, rope)
         own = spread(c, self.pool_size, x.shape[0], tokens.first, tokens.group)
         if self.measure:
             self.energy = torch.stack([t.detach().float().square().sum() for t in (own, x, self.gate)])
         return x + own, y
+
+    def answer(
+        self, p: torch.Tensor, y: torch.Tensor | None, rope: Rope, attends: Sequence[Attend] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What blocks give to the tokens after them: p [S, B, D] and y -> c [S, B, D] and the new y [S, B, D_slow]."""
+        y = self.advance(p, y, rope, attends)
+        return self.gate * self.phi(y), y

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastslow_scale.model.attention import Attention
+from fastslow_scale.model.attention import Attend, Attention, causal_attention
 from fastslow_scale.model.init import InitScheme
 from fastslow_scale.model.linear import Linears
 from fastslow_scale.model.norm import RMSNorm
@@ -73,15 +73,15 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden_size, rms_norm_eps, dtype, linears.norm_group)
         self.mlp = MLP(f"{name}.mlp", hidden_size, intermediate_size, num_key_value_heads, linears, init)
 
-    def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: Rope, attend: Attend = causal_attention) -> torch.Tensor:
         """[T, B, D] -> [T, B, D], or this rank's T / tp tokens under sequence parallelism."""
         if self.recompute == "full" and torch.is_grad_enabled():
-            return checkpoint(self._body, x, rope, use_reentrant=False, preserve_rng_state=False)
-        return self._body(x, rope)
+            return checkpoint(self._body, x, rope, attend, use_reentrant=False, preserve_rng_state=False)
+        return self._body(x, rope, attend)
 
-    def _body(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    def _body(self, x: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
         attention, mlp = self.self_attn, self.mlp
-        x = x + attention.o_proj(self._inner(attention.core, attention.qkv_proj(self.input_layernorm(x)), rope))
+        x = x + attention.o_proj(self._inner(attention.core, attention.qkv_proj(self.input_layernorm(x)), rope, attend))
         return x + mlp.down_proj(self._inner(mlp.core, mlp.gate_up_proj(self.post_attention_layernorm(x))))
 
     def _inner(self, core, *args):  # type: ignore[no-untyped-def]

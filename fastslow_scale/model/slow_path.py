@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastslow_scale.config import ModelConfig, SlowConfig
+from fastslow_scale.model.attention import Attend, causal_attention
 from fastslow_scale.model.init import InitScheme
 from fastslow_scale.model.layers import Layer, Recompute, Rope
 from fastslow_scale.model.linear import ReplicatedLinears
@@ -71,13 +72,20 @@ class SlowPath(nn.Module):
         self.phi_up = linear("phi_up", width, inner)
         self.phi_down = linear("phi_down", inner, model.hidden_size)
 
-    def advance(self, p: torch.Tensor, y: torch.Tensor | None, rope: Rope) -> torch.Tensor:
-        """Take the pooled tokens in and run the slow layers: [S, B, D] and [S, B, D_slow] -> [S, B, D_slow]."""
+    def advance(
+        self, p: torch.Tensor, y: torch.Tensor | None, rope: Rope, attends: Sequence[Attend] | None = None
+    ) -> torch.Tensor:
+        """Take the pooled tokens in and run the slow layers: [S, B, D] and [S, B, D_slow] -> [S, B, D_slow].
+
+        attends: how each slow layer attends; None: each block to the blocks of `p` up to itself.
+        """
+        if attends is None:
+            attends = [causal_attention] * len(self.slow_layers)
         entered = self.pool_proj(self.pool_norm(p))
         y = entered if y is None else y + entered
         with deterministic_attention(y.device):
-            for layer in self.slow_layers:
-                y = layer(y, rope)
+            for layer, attend in zip(self.slow_layers, attends, strict=True):
+                y = layer(y, rope, attend)
         return y
 
     def phi(self, y: torch.Tensor) -> torch.Tensor:

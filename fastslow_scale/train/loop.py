@@ -21,7 +21,7 @@ from fastslow_scale.train.checkpoint import load_checkpoint, save_checkpoint
 from fastslow_scale.train.checkpoint_files import Found, find_checkpoint
 from fastslow_scale.train.clock import Clock
 from fastslow_scale.train.engine import Engine, Update
-from fastslow_scale.train.run_folder import open_run_folder
+from fastslow_scale.train.run_folder import keep_tokenizer, open_run_folder
 from fastslow_scale.train.schedule import learning_rate
 
 T = TypeVar("T")
@@ -40,6 +40,7 @@ def train(config: Config, mesh: Mesh, resume: str = "auto", command: str = "") -
     """Train to the last step, from the newest sound checkpoint of the run folder, if there is one."""
     folder = on_main(mesh, lambda: open_run_folder(config, command))
     trainer = Trainer(config, mesh, folder)
+    on_main(mesh, lambda: keep_tokenizer(folder, trainer.train_data))
     notes = trainer.resume(resume)
     total = config.train.num_steps
     with Monitor(folder, config, trainer.step, total) if mesh.is_main else NullMonitor() as monitor:

@@ -1,4 +1,4 @@
-"""A run's folder: config.yaml, command, versions beside what the monitor and the checkpoints write."""
+"""A run's folder: config.yaml, command, versions, tokenizer.model beside what the monitor and the checkpoints write."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import UserError
+from data_pipeline.files import write_durably
+from data_pipeline.stream import TokenDataset
+from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
 from fastslow_scale.config import Config, load_config
 
 # What may change between two starts of one run: where and how it computes, not what.
@@ -42,6 +45,21 @@ def open_run_folder(config: Config, command: str) -> Path:
     except OSError as error:
         raise UserError(f"train.run_dir {folder} cannot be written: {error.strerror}") from None
     return folder
+
+
+def keep_tokenizer(folder: Path, data: TokenDataset) -> None:
+    """Copy the data's tokenizer into the run folder: the model is of no use without it, and the data may go.
+
+    Raises:
+        UserError: it is missing, is not the one that encoded the data, or cannot be written.
+    """
+    tokenizer = Tokenizer.load(data.tokenizer_path)
+    if tokenizer.sha256 != data.tokenizer_sha256:
+        raise UserError(f"{data.tokenizer_path} is not the tokenizer that encoded {data.path}")
+    try:
+        write_durably(folder / MODEL_NAME, tokenizer.model)
+    except OSError as error:
+        raise UserError(f"{folder / MODEL_NAME} cannot be written: {error.strerror}") from None
 
 
 def refuse_other_config(saved: Path, old: Config, new: Config) -> None:

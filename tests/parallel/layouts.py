@@ -14,6 +14,7 @@ from fastslow_scale.model.model import FastSlowModel, build_model
 from fastslow_scale.parallel.mesh import Mesh, build_mesh, start_process_group
 from fastslow_scale.parallel.sharing import sharded_dim
 from fastslow_scale.train.engine import Engine
+from fastslow_scale.train.optimizer import parameter_groups
 from tests import reference
 
 
@@ -162,3 +163,22 @@ def _weights(engine: Engine, mesh: Mesh) -> tuple[dict[str, torch.Tensor], bool]
                 agree = agree and all(torch.equal(copy, copies[0]) for copy in copies)
             weights[name] = whole(p.detach(), p, mesh).float().clone()
     return (weights if mesh.is_main else {}), agree
+
+
+def train_plainly(config: Config, steps: int) -> dict[str, Any]:
+    """The same steps by one process without DeepSpeed: torch's AdamW and clipping on the whole batch."""
+    start_process_group()
+    model = build_model(config, build_mesh(1))
+    groups = parameter_groups(model, config)
+    optimizer = torch.optim.AdamW(groups, betas=config.optimizer.betas, fused=False)
+    trained = [p for group in groups for p in group["params"]]
+    losses, norms = [], []
+    for step in range(steps):
+        rows = tokens_of(config, config.train.global_batch_size, seed=step)
+        loss = model(rows[:, :-1], rows[:, 1:]) / rows[:, 1:].numel()
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(trained, config.optimizer.grad_clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.configs import small_config
-from tests.parallel.layouts import Layout, compare_with_reference, train_through_engine
+from tests.parallel.layouts import Layout, compare_with_reference, train_plainly, train_through_engine
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
@@ -36,3 +36,37 @@ def test_float64_gradients_equal_one_process_and_nothing_leaks() -> None:
         for name, errors in zip(names, rank_results, strict=True):
             worst = max(errors, key=lambda key: errors[key])
             assert errors[worst] < 1e-10, (name, worst, errors[worst])
+
+
+STEPS = 10
+TRAINED = small_config(
+    model=FOUR_HEADS | {"num_hidden_layers": 2}, slow={"exchange_after": [1]}, train={"global_batch_size": 16, "seq_length": 14}
+)
+
+
+def engine_layouts(world_size: int) -> list[Layout]:
+    """Every layout of this many ranks: tensor x sequence x data parallel x ZeRO stage x accumulation of 1 or 4."""
+    layouts = []
+    for tp in (tp for tp in (1, 2, 4) if world_size % tp == 0 and world_size // tp <= 4):
+        data_parallel = world_size // tp
+        for sp in (False, True) if tp > 1 else (False,):
+            for zero in (0, 1, 2, 3):
+                for accumulation in (1, 4):
+                    size = TRAINED.train.global_batch_size // (data_parallel * accumulation)
+                    layouts.append(Layout(tp, sp, zero, size))
+    return layouts
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_training_through_the_engine_equals_a_plain_loop(world_size: int) -> None:
+    layouts = engine_layouts(world_size)
+    ranks = run_ranks(world_size, train_through_engine, [(TRAINED, layout) for layout in layouts], STEPS, timeout=600)
+    expected = train_plainly(TRAINED, STEPS)
+    assert max(expected["norms"]) > TRAINED.optimizer.grad_clip, "clipping must be active"
+    for rank, results in enumerate(ranks):
+        for layout, got in zip(layouts, results, strict=True):
+            assert got["losses"] == pytest.approx(expected["losses"], abs=5e-6, rel=0), (rank, layout)
+            assert got["norms"] == pytest.approx(expected["norms"], rel=1e-6), (rank, layout)
+            assert got["replicas_agree"], (rank, layout)
+            for name, weight in got["weights"].items():
+                torch.testing.assert_close(weight, expected["weights"][name], atol=5e-6, rtol=0, msg=f"{layout} {name}")

@@ -49,7 +49,7 @@ def nasty_texts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
-    return make_texts(400)
+    return make_texts(410)
 
 
 @pytest.fixture(scope="session")

@@ -153,7 +153,11 @@ def test_what_does_not_fit_ends_in_one_line_and_nothing_written(
         (("tokenizer", "--vocab-size", 300, "--input", corpus), "taken", "tokenizer.model exists already"),
         ((*shard, "--input", small), "new", "the corpus is smaller than one sequence"),
         ((*shard, "--input", corpus), "taken", "taken exists already"),
-        (("shard", "--tokenizer", tmp_path, "--seq-len", 4, "--input", corpus), "new", "tokenizer.model cannot be read"),
+        (
+            ("shard", "--tokenizer", tmp_path, "--seq-len", 4, "--input", corpus),
+            "new",
+            "tokenizer.model cannot be read",
+        ),
         (("shard", "--tokenizer", small, "--seq-len", 4, "--input", corpus), "new", "not a sentencepiece model"),
     ]
     for arguments, output, message in cases:
@@ -206,7 +210,7 @@ def test_demo_is_written_once_and_mended(tmp_path: Path, run: Callable[..., tupl
     assert second == first.replace("wrote", "", 1).replace(str(output), f"{output} is there already", 1).lstrip()
     assert (output / "manifest.json").stat().st_mtime_ns == stamp
 
-    content = {path.name: path.read_bytes() for path in output.rglob("*.*")if path.is_file()}
+    content = {path.name: path.read_bytes() for path in output.rglob("*.*") if path.is_file()}
     (output / "train" / "shard-000000.tar").write_bytes(b"cut")
     (tmp_path / "data" / ".demo.partial").mkdir()
     (tmp_path / "data" / ".demo.partial" / "spool.bin").write_bytes(b"left over")

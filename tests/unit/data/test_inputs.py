@@ -59,7 +59,11 @@ def test_a_file_whose_name_looks_like_a_glob(tmp_path: Path) -> None:
         ("cut.txt", "caf\u00e9".encode()[:-1], "cut.txt:1: invalid UTF-8 (byte 0xC3)"),
         ("surrogate.txt", b"ok\n\xed\xa0\x80", "surrogate.txt:2: invalid UTF-8 (byte 0xED)"),
         ("bad.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "bad.jsonl:2: invalid UTF-8 (byte 0xFF)"),
-        ("surrogate.jsonl", b'{"text": "a"}\n{"text": "x\\ud800y"}\n', "surrogate.jsonl:2: field 'text' holds a lone sur"),
+        (
+            "surrogate.jsonl",
+            b'{"text": "a"}\n{"text": "x\\ud800y"}\n',
+            "surrogate.jsonl:2: field 'text' holds a lone sur",
+        ),
         ("cut.jsonl", b'{"text": "a"}\n{"text": "b', "cut.jsonl:2: not a JSON row"),
         ("deep.jsonl", b"[" * 100_000 + b"\n", "deep.jsonl:1: not a JSON row"),
         ("list.jsonl", b'["text"]\n', "list.jsonl:1: the row must be a JSON object (got list)"),

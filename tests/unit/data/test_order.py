@@ -100,7 +100,8 @@ def test_shuffled_is_a_permutation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "rows", "window"), [(1, 4, 2), (4, 4, 2), (5, 4, 2), (37, 4, 3), (64, 8, 3), (65, 8, 3), (203, 10, 4)]
+    ("num_samples", "rows", "window"),
+    [(1, 4, 2), (4, 4, 2), (5, 4, 2), (37, 4, 3), (64, 8, 3), (65, 8, 3), (203, 10, 4)],
 )
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
 def test_order_equals_the_naive_reference(num_samples: int, rows: int, window: int, seed: int) -> None:
@@ -112,7 +113,9 @@ def test_order_equals_the_naive_reference(num_samples: int, rows: int, window: i
         start = rng.randrange(3 * num_samples)
         count = rng.randrange(num_samples + 1)
         assert order(start, count).tolist() == expected[start : start + count]
-    assert SampleOrder(num_samples, rows, seed, window)(num_samples, 1).tolist() == expected[num_samples : num_samples + 1]
+    assert (
+        SampleOrder(num_samples, rows, seed, window)(num_samples, 1).tolist() == expected[num_samples : num_samples + 1]
+    )
 
 
 def test_each_epoch_covers_every_sample_once_in_its_own_order() -> None:
@@ -137,5 +140,5 @@ def test_order_seeks_far_at_once() -> None:
     order = SampleOrder(10**10 + 3, 64, seed=1)
     ids = order(7 * (10**10 + 3) - 5, 10)
     assert len(set(ids.tolist())) == 10
-    assert 0 <= ids.min()
+    assert ids.min() >= 0
     assert ids.max() < 10**10 + 3

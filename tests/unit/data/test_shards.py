@@ -146,7 +146,9 @@ def test_no_validation_when_the_fraction_is_zero(tmp_path: Path, write: Write, t
 
 def test_a_corpus_smaller_than_a_sequence_is_refused(tmp_path: Path, write: Write, tokenizer: Tokenizer) -> None:
     size = len(tokenizer.encode("the dog")) + 1
-    with pytest.raises(UserError, match=f"smaller than one sequence: {size} tokens in the training split, --seq-len 50"):
+    with pytest.raises(
+        UserError, match=f"smaller than one sequence: {size} tokens in the training split, --seq-len 50"
+    ):
         write(tmp_path / "data", ["the dog"], seq_length=50)
     assert list(tmp_path.iterdir()) == []
     folder = write(tmp_path / "data", ["the dog"], seq_length=size)
@@ -193,7 +195,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, write: Write, 
 
 def test_the_manifest_is_plain_json_with_the_counts(shared_folder: Path, tokenizer: Tokenizer) -> None:
     content = json.loads((shared_folder / "manifest.json").read_text())
-    assert {key: content[key] for key in ("format_version", "seq_length", "dtype", "vocab_size", "eos_id", "pad_id")} == {
+    assert {
+        key: content[key] for key in ("format_version", "seq_length", "dtype", "vocab_size", "eos_id", "pad_id")
+    } == {
         "format_version": 1,
         "seq_length": 16,
         "dtype": "uint16",

@@ -37,7 +37,14 @@ def raw_rows(folder: Path) -> np.ndarray:
 
 def batches(dataset: TokenDataset, steps: int, **options: Any) -> torch.Tensor:
     """[steps, batch, seq_length + 1]"""
-    defaults: dict[str, Any] = {"seed": 5, "start_sample": 0, "global_batch_size": 8, "dp_rank": 0, "dp_size": 1}
+    defaults: dict[str, Any] = {
+        "seed": 5,
+        "start_sample": 0,
+        "global_batch_size": 8,
+        "dp_rank": 0,
+        "dp_size": 1,
+        "num_workers": 0,
+    }
     return torch.stack(list(itertools.islice(step_batches(dataset, **{**defaults, **options}), steps)))
 
 
@@ -182,7 +189,7 @@ def test_memory_and_open_files_stay_bounded(
 ) -> None:
     monkeypatch.setattr("data_pipeline.stream._FILES_KEPT", 3)
     monkeypatch.setattr("data_pipeline.stream._MEMBERS_KEPT", 2)
-    dataset = TokenDataset.open(write(tmp_path / "data", texts, seq_length=4, shard_bytes=1))
+    dataset = TokenDataset.open(write(tmp_path / "data", texts[:80], seq_length=4, shard_bytes=1))
     assert len(dataset.manifest.splits["train"].shards) > 10
     open_before = len(os.listdir("/proc/self/fd"))
     rows = dataset.rows(range(dataset.num_samples))

@@ -1,0 +1,113 @@
+"""A trained model on one process, whatever layout trained it: from a run folder or from one checkpoint."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from data_pipeline.errors import UserError
+from data_pipeline.index import Manifest
+from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
+from fastslow_scale.config import Config
+from fastslow_scale.model.model import FastSlowModel, build_model
+from fastslow_scale.parallel.mesh import single_process_mesh
+from fastslow_scale.train.checkpoint_files import find_checkpoint
+from fastslow_scale.train.checkpoint_reader import CheckpointReader
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with what it takes to use it.
+
+    Attributes:
+        model: in fp32, the precision of the saved weights.
+        config: the run's own, but for `parallel`, which is one process here.
+        checkpoint: the folder it came from.
+        notes: what a user should know, such as a damaged checkpoint that was passed over.
+    """
+
+    model: FastSlowModel
+    tokenizer: Tokenizer
+    config: Config
+    checkpoint: Path
+    notes: list[str]
+
+
+def load_model(run_or_checkpoint: Path | str) -> Loaded:
+    """Load the newest sound checkpoint of a run folder, or the checkpoint in a folder step_XXXXXXXX.
+
+    Raises:
+        UserError: no such run, no checkpoint yet, a damaged one, or no tokenizer that fits it.
+    """
+    checkpoint, notes = choose_checkpoint(Path(run_or_checkpoint))
+    reader = CheckpointReader(checkpoint)
+    config = read_config(reader)
+    tokenizer = find_tokenizer(reader, config)
+    mesh = single_process_mesh()
+    model = build_model(config, mesh, torch.float32)
+    read_weights(model, reader)
+    return Loaded(model.to(mesh.device).eval(), tokenizer, config, checkpoint, notes)
+
+
+def choose_checkpoint(path: Path) -> tuple[Path, list[str]]:
+    """The checkpoint that a run folder or a checkpoint's folder stands for, and what was passed over on the way."""
+    if not path.is_dir():
+        raise UserError(f"run {path} does not exist" if not path.exists() else f"{path} is a file, not a run folder")
+    if re.fullmatch(r"step_\d+", path.name):
+        return find_checkpoint(path.parent, resume=str(path)).path or path, []
+    checkpoints = path / "checkpoints"
+    if not checkpoints.is_dir() and not (path / "config.yaml").is_file():
+        raise UserError(f"{path} is neither a run folder nor a checkpoint")
+    found = find_checkpoint(checkpoints)
+    if found.path is None:
+        raise UserError(f"run {path} has no checkpoint yet")
+    return found.path, [f"passed over checkpoint {passed}: {reason}" for passed, reason in found.passed_over]
+
+
+def read_config(reader: CheckpointReader) -> Config:
+    """The config that the checkpoint was trained with, with a layout of one process."""
+    try:
+        return Config.model_validate({**reader.state["config"], "parallel": {}})
+    except (KeyError, TypeError, ValidationError):
+        raise UserError(f"{reader.path} has no config that this version understands") from None
+
+
+def find_tokenizer(reader: CheckpointReader, config: Config) -> Tokenizer:
+    """The tokenizer that the run keeps, or else the one in the data folder that it was trained on."""
+    kept = reader.path.parent.parent / MODEL_NAME
+    data = config.data.path
+    if kept.is_file():
+        tokenizer = Tokenizer.load(kept)
+        source = kept
+    elif data is not None and (data / MODEL_NAME).is_file():
+        tokenizer = Tokenizer.load(data / MODEL_NAME)
+        source = data / MODEL_NAME
+        manifest = Manifest.load(data)
+        if manifest.fingerprint != reader.state.get("data_fingerprint"):
+            raise UserError(f"{reader.path} was trained on other data than {data}, whose tokenizer may not fit it")
+        if manifest.tokenizer_sha256 != tokenizer.sha256:
+            raise UserError(f"{source} is damaged: its sha256 differs from the one in the manifest of {data}")
+    else:
+        raise UserError(f"{kept} is missing, and data.path = {data} has no {MODEL_NAME} either")
+    if tokenizer.vocab_size != config.model.vocab_size:
+        raise UserError(
+            f"{source} has {tokenizer.vocab_size} pieces "
+            f"but {reader.path} has model.vocab_size {config.model.vocab_size}"
+        )
+    return tokenizer
+
+
+@torch.no_grad()
+def read_weights(model: FastSlowModel, reader: CheckpointReader) -> None:
+    """Give every parameter its saved value."""
+    parameters = dict(model.named_parameters())
+    if set(parameters) != set(reader.names()):
+        raise UserError(f"{reader.path} holds other parameters than its config describes")
+    for name, parameter in parameters.items():
+        if reader.shape(name) != tuple(parameter.shape):
+            raise UserError(f"{reader.path}: {name} is {reader.shape(name)}, its config says {tuple(parameter.shape)}")
+        parameter.copy_(reader.full(name))

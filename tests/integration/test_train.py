@@ -1,0 +1,124 @@
+"""Training by the command line, from shards to a resumed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastslow_scale.monitor import read_metrics
+from fastslow_scale.train.checkpoint_reader import CheckpointReader
+from tests.commands import fastslow, kill_group, refused, running
+
+pytestmark = pytest.mark.integration
+
+TWO_RANKS = ["parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true"]
+
+
+def exact(run: Path) -> list[tuple[int, float, float]]:
+    """What must not depend on interruptions: step, loss, gradient norm, of each logged step in order."""
+    records = read_metrics(run / "metrics.jsonl")
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in records if "loss" in record]
+
+
+def weights(run: Path, step: int) -> dict[tuple[str, str], torch.Tensor]:
+    reader = CheckpointReader(run / "checkpoints" / f"step_{step:08d}")
+    return {(name, kind): reader.full(name, kind) for name in reader.names() for kind in reader.kinds(name)}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    run = tmp_path_factory.mktemp("run") / "uninterrupted"
+    return run, fastslow("train", config_file, *TWO_RANKS, f"train.run_dir={run}", "--nproc", 2)
+
+
+def test_the_run_folder_holds_what_is_promised(uninterrupted: tuple[Path, str]) -> None:
+    run, output = uninterrupted
+    for name in ("config.yaml", "command", "versions", "tb", "metrics.jsonl", "checkpoints/latest"):
+        assert (run / name).exists(), name
+    assert (run / "checkpoints/latest").read_text().strip() == "step_00000012"
+    records = [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    assert [record["step"] for record in records] == list(range(1, 13))
+    expected = {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "data_seconds"}
+    assert set(records[0]) == expected | {"gate_norm", "contribution"}
+    assert records[-1]["tokens"] == 12 * 8 * 18
+    assert records[0]["gate_norm"] == [0.0, 0.0]
+    assert min(records[-1]["gate_norm"]) > 0
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert "validation loss" in output
+    assert "tensorboard" in output
+
+
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(
+    config_file: Path, uninterrupted: tuple[Path, str], tmp_path: Path
+) -> None:
+    run = tmp_path / "killed"
+    arguments = ["train", config_file, *TWO_RANKS, f"train.run_dir={run}", "--nproc", 2]
+    with running(*arguments) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step  7/"):
+                kill_group(process)
+                break
+    assert len(exact(run)) >= 7
+    output = fastslow(*arguments)
+    assert "resuming from" in output
+    assert "step_00000004" in output
+    assert exact(run) == exact(uninterrupted[0])
+    for key, tensor in weights(uninterrupted[0], 12).items():
+        assert torch.equal(weights(run, 12)[key], tensor), key
+
+
+def test_one_rank_draws_the_same_curve(config_file: Path, uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
+    run = tmp_path / "one"
+    fastslow("train", config_file, f"train.run_dir={run}", "parallel.zero_stage=0")
+    got, expected = exact(run), exact(uninterrupted[0])
+    assert [step for step, _, _ in got] == [step for step, _, _ in expected]
+    assert [loss for _, loss, _ in got] == pytest.approx([loss for _, loss, _ in expected], abs=5e-6, rel=0)
+    assert [norm for _, _, norm in got] == pytest.approx([norm for _, _, norm in expected], rel=1e-5)
+
+
+def test_a_finished_run_says_so_and_ends_well(config_file: Path, uninterrupted: tuple[Path, str]) -> None:
+    run = uninterrupted[0]
+    before = exact(run)
+    output = fastslow("train", config_file, *TWO_RANKS, f"train.run_dir={run}", "--nproc", 2)
+    assert "is finished" in output
+    assert exact(run) == before
+
+
+def test_the_written_config_starts_the_same_run(uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
+    run = tmp_path / "again"
+    fastslow("train", uninterrupted[0] / "config.yaml", f"train.run_dir={run}", "--nproc", 2)
+    assert exact(run) == exact(uninterrupted[0])
+
+
+def test_a_folder_with_another_run_is_refused(config_file: Path, uninterrupted: tuple[Path, str]) -> None:
+    run = uninterrupted[0]
+    line = refused("train", config_file, *TWO_RANKS, f"train.run_dir={run}", "optimizer.lr=1e-4", "--nproc", 2)
+    assert "optimizer.lr" in line
+    assert str(run) in line
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("slow.poolsize=8", "slow.poolsize is not a known key on the command line (did you mean slow.pool_size?)"),
+        ("slow.pool_size=1", "slow.pool_size must be at least 2 (got 1) on the command line"),
+        ("parallel.tensor_parallel_size=3", "must be a multiple of parallel.tensor_parallel_size = 3"),
+        ("train.micro_batch_size=3", "train.global_batch_size must be a multiple of train.micro_batch_size"),
+        ("data.path=/nowhere", "/nowhere"),
+        ("data.path=null", "data.path is missing"),
+        ("train.seq_length=20", "train.seq_length is 20 but"),
+        ("model.vocab_size=330", "model.vocab_size is 330 but"),
+    ],
+)
+def test_bad_input_is_one_line(config_file: Path, tmp_path: Path, change: str, words: str) -> None:
+    run = tmp_path / "run"
+    assert words in refused("train", config_file, f"train.run_dir={run}", change)
+    assert not run.exists()
+
+
+def test_ranks_that_do_not_fit_are_refused(config_file: Path, tmp_path: Path) -> None:
+    line = refused("train", config_file, *TWO_RANKS, f"train.run_dir={tmp_path}", "--nproc", 3)
+    assert "parallel.tensor_parallel_size must divide the number of ranks (got 2 for 3 ranks)" in line
