@@ -3,9 +3,10 @@
     .venv/bin/python benchmarks/step.py [--rounds N] [--tokens N] [--threads N] [--profile]
 
 Every variant lives in a process of its own, in the environment that the launcher gives its ranks. The processes take
-turns: in each round every one runs a few steps while the others wait, in an order that moves on from round to round.
-A ratio is the median over the rounds of (step time of the variant / step time of the best plain loop, same round), so
-that what slows the machine down for a while slows both sides of it.
+turns: in each round every one runs a step while the others wait, in an order that moves on from round to round. A ratio
+is the median over the rounds of (step time of the variant / step time of the best plain loop, same round), so that what
+slows the machine down for a while slows both sides of it. CPU ratio is the same for the CPU seconds of the process, all
+threads together: other programs on the machine disturb it less.
 """
 
 from __future__ import annotations
@@ -71,11 +72,11 @@ VARIANTS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=16, help="turns of every variant (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=2, help="steps of a turn (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=24, help="turns of every variant (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1, help="steps of a turn (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=1024, help=f"tokens of a step, a multiple of {SEQ_LENGTH}")
     parser.add_argument("--threads", type=int, default=None, help="of each process (default: what the launcher takes)")
-    parser.add_argument("--profile", action="store_true", help="then profile the two loops of our dense model")
+    parser.add_argument("--profile", action="store_true", help="then profile plain torch and ZeRO-1")
     options = parser.parse_args()
     if options.tokens < SEQ_LENGTH or options.tokens % SEQ_LENGTH:
         parser.error(f"--tokens must be a multiple of {SEQ_LENGTH}")
@@ -87,7 +88,7 @@ def main() -> None:
     try:
         for worker in workers:
             worker.wait_until_ready()
-        seconds: list[list[float]] = [[] for _ in workers]
+        seconds: list[list[tuple[float, float]]] = [[] for _ in workers]
         for turn in range(options.rounds):
             first = turn % len(workers)
             for number in [*range(first, len(workers)), *range(first)]:
@@ -101,27 +102,41 @@ def main() -> None:
             worker.end()
 
 
-def print_table(workers: list[Worker], seconds: list[list[float]], options: argparse.Namespace, load: float) -> None:
+def print_table(
+    workers: list[Worker], seconds: list[list[tuple[float, float]]], options: argparse.Namespace, load: float
+) -> None:
+    """`seconds`: of each worker and round, the wall-clock and the CPU seconds of a step."""
     import torch
 
-    medians = [statistics.median(of_one) for of_one in seconds]
+    medians = [statistics.median(wall for wall, _ in turns) for turns in seconds]
     best = min((n for n, worker in enumerate(workers) if worker.variant.is_plain), key=lambda n: medians[n])
     print(
-        f"{workers[0].parameters / 1e6:.1f}M parameters (dense), fp32, {options.tokens} tokens a step, TP=1, one rank;"
+        f"{workers[0].parameters / 1e6:.1f}M parameters (dense), fp32, {options.tokens} tokens a step, TP=1, one rank,"
     )
-    print(
-        f"{platform.processor() or platform.machine()}, {workers[0].threads} threads, torch {torch.__version__}, ",
-        end="",
-    )
-    print(f"{options.rounds} rounds of {options.steps} steps, load average at the start {load:.1f}")
-    print(f"\n| step time / best plain loop | quartiles | tokens/s | ms a step | peak MB | {'variant':34} |")
-    print(f"|---|---|---|---|---|{'-' * 36}|")
-    for worker, of_one, median in zip(workers, seconds, medians, strict=True):
-        ratios = [own / reference for own, reference in zip(of_one, seconds[best], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    print(f"{workers[0].threads} threads, {processor()}, torch {torch.__version__},")
+    print(f"{options.rounds} rounds of {options.steps} steps, load average before the start {load:.1f}\n")
+    print("| step time / best plain loop | quartiles | CPU ratio | tokens/s | ms a step | peak MB | variant |")
+    print("|---|---|---|---|---|---|---|")
+    for worker, turns, median in zip(workers, seconds, medians, strict=True):
+        pairs = list(zip(turns, seconds[best], strict=True))
+        low, middle, high = quartiles([own[0] / reference[0] for own, reference in pairs])
+        cpu = quartiles([own[1] / reference[1] for own, reference in pairs])[1]
         speed = f"{options.tokens / median:.0f} | {median * 1e3:.0f} | {worker.ask('peak', 0):.0f}"
         name = worker.variant.title + (" (best plain)" if worker is workers[best] else "")
-        print(f"| {middle:.3f} | {low:.3f} - {high:.3f} | {speed} | {name} |")
+        print(f"| {middle:.3f} | {low:.3f} - {high:.3f} | {cpu:.3f} | {speed} | {name} |")
+
+
+def quartiles(values: list[float]) -> list[float]:
+    return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+
+
+def processor() -> str:
+    """The CPU's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
 
 
 class Worker:
@@ -188,16 +203,16 @@ def work(variant: Variant, tokens: int, pipe: Connection) -> None:
         profiler = torch.profiler.profile() if what == "profile" else None
         if profiler:
             profiler.start()
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         for _ in range(steps):
             step(rows[count % len(rows)])
             count += 1
-        spent = time.perf_counter() - started
+        spent, cpu_spent = time.perf_counter() - started, time.process_time() - cpu_started
         if profiler:
             profiler.stop()
             pipe.send(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
         else:
-            pipe.send(spent / steps)
+            pipe.send((spent / steps, cpu_spent / steps))
 
 
 def build(variant: Variant, tokens: int) -> tuple[Step, int]:

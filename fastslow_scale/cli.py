@@ -87,14 +87,6 @@ def generate(
         print("\n\n".join(start + rest for start, rest in zip(prompt, grown, strict=True)))
 
 
-@app.command()
-def doctor() -> None:
-    """Show what is installed and found, and what would stop a run."""
-    from fastslow_scale.doctor import examine
-
-    raise typer.Exit(examine())
-
-
 def main() -> None:
     """Run the command line; the only place where a `UserError` becomes a line and an exit status."""
     try:

@@ -45,7 +45,9 @@ class ModelConfig(Section):
     )
     initializer_range: float = Field(default=0.02, gt=0)
     vocab_multiple: int = Field(
-        default=128, ge=1, description="the embedding has vocab_size rounded up to this multiple; padding is never predicted"
+        default=128,
+        ge=1,
+        description="the embedding has vocab_size rounded up to this multiple; padding is never predicted",
     )
 
     @property
@@ -65,7 +67,9 @@ class SlowConfig(Section):
     """The slow path. Sizes left out follow the fast path's."""
 
     pool_size: int = Field(default=8, ge=2)
-    exchange_after: list[int] = Field(default=[], description="fast layers, counted from 1; empty: after the middle one")
+    exchange_after: list[int] = Field(
+        default=[], description="fast layers, counted from 1; empty: after the middle one"
+    )
     num_layers: int = Field(default=1, ge=0, description="slow layers of each exchange")
     hidden_size: int | None = Field(default=None, ge=2)
     intermediate_size: int | None = Field(default=None, ge=1)
@@ -78,6 +82,11 @@ class SlowConfig(Section):
     lr_multiplier: float = Field(default=1.0, gt=0)
     gate_lr_multiplier: float = Field(default=1.0, gt=0)
     eps: float = Field(default=1e-15, gt=0, description="AdamW's eps for the slow weights and the gates")
+
+    @property
+    def head_dim(self) -> int:
+        assert self.hidden_size and self.num_attention_heads, "filled by Config"
+        return self.hidden_size // self.num_attention_heads
 
 
 class ParallelConfig(Section):
@@ -104,7 +113,9 @@ class ScheduleConfig(Section):
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: int | None = Field(default=None, ge=0)
     warmup_tokens: int | None = Field(default=None, ge=0)
-    decay_fraction: float = Field(default=0.2, ge=0, le=1, description="wsd: the last part of the run, falling linearly")
+    decay_fraction: float = Field(
+        default=0.2, ge=0, le=1, description="wsd: the last part of the run, falling linearly"
+    )
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
 
 
@@ -124,7 +135,8 @@ class TrainConfig(Section):
     total_tokens: int | None = Field(default=None, ge=1)
     deterministic: bool = Field(default=False, description="deterministic kernels for the whole model (GPUs)")
     recompute: Literal["none", "selective", "full"] = Field(
-        default="none", description="activations recomputed in the backward: attention and MLP inner parts, or whole layers"
+        default="none",
+        description="activations recomputed in the backward: attention and MLP inner parts, or whole layers",
     )
     timeout_seconds: int = Field(default=600, ge=1, description="a rank waits this long for the others")
 
@@ -179,7 +191,9 @@ class Config(Section):
         """Ranks that see different data. Raises `UserError` where `world_size` ranks cannot run this layout."""
         tp, train = self.parallel.tensor_parallel_size, self.train
         if world_size % tp:
-            raise UserError(f"parallel.tensor_parallel_size must divide the number of ranks (got {tp} for {world_size} ranks)")
+            raise UserError(
+                f"parallel.tensor_parallel_size must divide the number of ranks (got {tp} for {world_size} ranks)"
+            )
         dp = world_size // tp
         if train.global_batch_size % (train.micro_batch_size * dp):
             raise UserError(
@@ -223,8 +237,8 @@ def _broken_rules(config: Config) -> Iterable[tuple[str, Any, str]]:
     model, slow, parallel, train = config.model, config.slow, config.parallel, config.train
     tp = parallel.tensor_parallel_size
     for name, section in (("model", model), ("slow", slow)):
-        hidden, heads = section.hidden_size, section.num_attention_heads
-        kv = section.num_key_value_heads
+        hidden, heads, kv = section.hidden_size, section.num_attention_heads, section.num_key_value_heads
+        assert hidden and heads and kv, "filled by _fill_defaults"
         if hidden % heads:
             yield f"{name}.num_attention_heads", heads, f"must divide {name}.hidden_size = {hidden}"
         elif (hidden // heads) % 2:
@@ -232,13 +246,29 @@ def _broken_rules(config: Config) -> Iterable[tuple[str, Any, str]]:
         if heads % kv:
             yield f"{name}.num_key_value_heads", kv, f"must divide {name}.num_attention_heads = {heads}"
     if model.num_attention_heads % tp:
-        yield "model.num_attention_heads", model.num_attention_heads, f"must be a multiple of parallel.tensor_parallel_size = {tp}"
+        yield (
+            "model.num_attention_heads",
+            model.num_attention_heads,
+            f"must be a multiple of parallel.tensor_parallel_size = {tp}",
+        )
     if model.key_value_heads % tp:
-        yield "model.num_key_value_heads", model.key_value_heads, f"must be a multiple of parallel.tensor_parallel_size = {tp}"
+        yield (
+            "model.num_key_value_heads",
+            model.key_value_heads,
+            f"must be a multiple of parallel.tensor_parallel_size = {tp}",
+        )
     if model.intermediate_size % tp:
-        yield "model.intermediate_size", model.intermediate_size, f"must be a multiple of parallel.tensor_parallel_size = {tp}"
+        yield (
+            "model.intermediate_size",
+            model.intermediate_size,
+            f"must be a multiple of parallel.tensor_parallel_size = {tp}",
+        )
     if model.padded_vocab_size % tp:
-        yield "model.vocab_multiple", model.vocab_multiple, f"must be a multiple of parallel.tensor_parallel_size = {tp}"
+        yield (
+            "model.vocab_multiple",
+            model.vocab_multiple,
+            f"must be a multiple of parallel.tensor_parallel_size = {tp}",
+        )
     after, layers = slow.exchange_after, model.num_hidden_layers
     if any(not 1 <= layer <= layers for layer in after):
         yield "slow.exchange_after", after, f"must name layers between 1 and model.num_hidden_layers = {layers}"
@@ -247,13 +277,25 @@ def _broken_rules(config: Config) -> Iterable[tuple[str, Any, str]]:
     if parallel.sequence_parallel and tp == 1:
         yield "parallel.sequence_parallel", True, "needs parallel.tensor_parallel_size of at least 2"
     if train.dtype == "bf16" and parallel.zero_stage == 0:
-        yield "parallel.zero_stage", 0, "must be 1, 2 or 3 with train.dtype = bf16 (DeepSpeed's bf16 ZeRO-0 computes a wrong norm)"
+        yield (
+            "parallel.zero_stage",
+            0,
+            "must be 1, 2 or 3 with train.dtype = bf16 (DeepSpeed's bf16 ZeRO-0 computes a wrong norm)",
+        )
     if train.max_steps is None and train.total_tokens is None:
         yield "train.max_steps", None, "must be given, or train.total_tokens"
     elif config.schedule.warmup_steps is not None and config.schedule.warmup_tokens is not None:
-        yield "schedule.warmup_tokens", config.schedule.warmup_tokens, "must not be given together with schedule.warmup_steps"
+        yield (
+            "schedule.warmup_tokens",
+            config.schedule.warmup_tokens,
+            "must not be given together with schedule.warmup_steps",
+        )
     if train.global_batch_size % train.micro_batch_size:
-        yield "train.global_batch_size", train.global_batch_size, f"must be a multiple of train.micro_batch_size = {train.micro_batch_size}"
+        yield (
+            "train.global_batch_size",
+            train.global_batch_size,
+            f"must be a multiple of train.micro_batch_size = {train.micro_batch_size}",
+        )
 
 
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:

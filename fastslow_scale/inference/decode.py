@@ -166,7 +166,7 @@ class Decoder:
         self._slow_rope = self._rope
         if self._slow:
             exchange = self._slow[0].exchange
-            self._slow_rope = rope_table(capacity // exchange.pool_size, exchange.head_dim, theta, like)
+            self._slow_rope = rope_table(capacity // exchange.pool_size, model.config.slow.head_dim, theta, like)
 
     @torch.no_grad()
     def start(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -22,8 +22,8 @@ Recompute = Literal["none", "selective", "full"]
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (arXiv 2002.05202), gate and up as one fused projection.
 
-    The rows of gate_up_proj come in gcd(intermediate_size, num_key_value_heads) groups, each holding its gate rows, then
-    its up rows. A contiguous slice of rows is therefore whole groups for every tensor-parallel size that divides both.
+    The rows of gate_up_proj come in gcd(intermediate_size, num_key_value_heads) groups: gate rows, then up rows.
+    A contiguous slice of rows is therefore whole groups for every tensor-parallel size that divides both.
     """
 
     def __init__(

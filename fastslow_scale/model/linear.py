@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fastslow_scale.model.init import Init
+from fastslow_scale.parallel.collectives import Group
 from fastslow_scale.parallel.mesh import Mesh
 
 with warnings.catch_warnings():
@@ -26,7 +27,7 @@ class Linears(Protocol):
     """Makes the linear maps of a layer and says over how many ranks they are cut."""
 
     tp_size: int
-    norm_group: torch.distributed.ProcessGroup | None
+    norm_group: Group
 
     def column(self, in_features: int, out_features: int, init: Init) -> nn.Module: ...
 
@@ -50,7 +51,7 @@ class TensorParallelLinears:
         self.tp_size = mesh.tp_size
         self.tp_group = mesh.tp_group
         self.sequence_parallel = sequence_parallel
-        self.norm_group = mesh.tp_group if sequence_parallel else None
+        self.norm_group: Group = mesh.tp_group if sequence_parallel else None
         self._config = ModelParallelConfig(
             tensor_model_parallel_size=mesh.tp_size,
             sequence_parallel=sequence_parallel,
@@ -84,7 +85,7 @@ class ReplicatedLinears:
     """Whole maps, equal on every tensor-parallel rank; they see whole sequences, so no gradient is partial."""
 
     tp_size = 1
-    norm_group = None
+    norm_group: Group = None
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype

@@ -97,7 +97,7 @@ class _CrossEntropySum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight, total = ctx.saved_tensors
         # Zero for a finite loss; makes the gradient of an infinite loss non-finite too, so that the step is refused.
         grad = grad + 0 * total

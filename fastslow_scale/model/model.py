@@ -109,7 +109,7 @@ class FastSlowModel(nn.Module):
         pool_size = self.config.slow.pool_size
         if not self.exchanges or length <= pool_size:
             return None
-        return rope_table(length // pool_size, self.exchanges[0].head_dim, self.config.model.rope_theta, like)
+        return rope_table(length // pool_size, self.config.slow.head_dim, self.config.model.rope_theta, like)
 
 
 class LMHead(nn.Module):

@@ -45,7 +45,6 @@ class SlowPath(nn.Module):
         linears = ReplicatedLinears(dtype)
         width, inner = slow.hidden_size, slow.phi_intermediate_size
         assert width and inner and slow.intermediate_size and slow.num_attention_heads and slow.num_key_value_heads
-        self.head_dim = width // slow.num_attention_heads
 
         def linear(part: str, fan_in: int, fan_out: int) -> nn.Module:
             return linears.column(fan_in, fan_out, init.weight(f"{name}.{part}.weight", fan_in))

@@ -94,7 +94,7 @@ class Engine:
 
 def global_grad_norm(params: list[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     """sqrt of the sum of g^2 over every weight of the model, each counted once."""
-    counted = [p.grad for p in params if mesh.tp_rank == 0 or sharded_dim(p) is not None]
+    counted = [p.grad for p in params if p.grad is not None and (mesh.tp_rank == 0 or sharded_dim(p) is not None)]
     norms = torch._foreach_norm(counted) if counted else []
     squares = torch.stack(list(norms)).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
     squares = squares.to(mesh.device)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from fastslow_scale.config import Config
 
 
-def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
+def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
     """Group the trainable parameters by how they are updated.
 
     fast / slow: the slow path has its own learning-rate multiplier and eps (its gradients are tiny while the gate is
@@ -17,7 +19,7 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
     """
     slow, optimizer = config.slow, config.optimizer
     multiplier = {"fast": 1.0, "slow": slow.lr_multiplier, "gate": slow.gate_lr_multiplier}
-    groups: dict[str, dict] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue

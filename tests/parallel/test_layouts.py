@@ -40,7 +40,9 @@ def test_float64_gradients_equal_one_process_and_nothing_leaks() -> None:
 
 STEPS = 10
 TRAINED = small_config(
-    model=FOUR_HEADS | {"num_hidden_layers": 2}, slow={"exchange_after": [1]}, train={"global_batch_size": 16, "seq_length": 14}
+    model=FOUR_HEADS | {"num_hidden_layers": 2},
+    slow={"exchange_after": [1]},
+    train={"global_batch_size": 16, "seq_length": 14},
 )
 
 

@@ -73,7 +73,9 @@ def test_bfloat16_is_summed_in_float32(mesh: Mesh) -> None:
 def test_without_gradients_none_are_made(mesh: Mesh) -> None:
     hidden, weight, labels = problem(torch.float32)
     with torch.no_grad():
-        assert not cross_entropy_sum(hidden, weight, labels, VocabularySlice(0, ROWS, VOCAB, mesh.tp_group)).requires_grad
+        assert not cross_entropy_sum(
+            hidden, weight, labels, VocabularySlice(0, ROWS, VOCAB, mesh.tp_group)
+        ).requires_grad
 
 
 def test_an_infinite_loss_makes_the_gradient_non_finite(mesh: Mesh) -> None:

@@ -47,7 +47,8 @@ SHAPES = {
     "no slow layers": small_config(slow={"num_layers": 0}),
     "two slow layers, fan_in": small_config(slow={"num_layers": 2, "initializer_range": "fan_in"}),
     "sizes without a common group": small_config(
-        model={"intermediate_size": 26, "num_attention_heads": 4, "num_key_value_heads": 4}, slow={"intermediate_size": 25}
+        model={"intermediate_size": 26, "num_attention_heads": 4, "num_key_value_heads": 4},
+        slow={"intermediate_size": 25},
     ),
     "tied embeddings": small_config(model={"tie_word_embeddings": True}),
     "odd vocabulary": small_config(model={"vocab_size": 57, "vocab_multiple": 16}),
