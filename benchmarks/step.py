@@ -1,6 +1,6 @@
 """What one optimizer step costs: our full path beside plain loops, all on this machine, in one run.
 
-    .venv/bin/python benchmarks/step.py [--rounds N] [--tokens N] [--threads N] [--profile]
+    .venv/bin/python benchmarks/step.py [--rounds N] [--tokens N] [--threads N] [--seconds N] [--profile]
 
 Every variant lives in a process of its own, in the environment that the launcher gives its ranks. The processes take
 turns: in each round every one runs a step while the others wait, in an order that moves on from round to round. A ratio
@@ -33,6 +33,7 @@ from fastslow_scale.launch.local import rank_environment
 SEQ_LENGTH = 256
 SEED = 0
 WARMUP_STEPS = 3
+FEWEST_ROUNDS = 3
 MODEL = {
     "vocab_size": 8192,
     "hidden_size": 256,
@@ -73,6 +74,7 @@ VARIANTS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=24, help="turns of every variant (default: %(default)s)")
+    parser.add_argument("--seconds", type=int, default=150, help="no new round after these (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1, help="steps of a turn (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=1024, help=f"tokens of a step, a multiple of {SEQ_LENGTH}")
     parser.add_argument("--threads", type=int, default=None, help="of each process (default: what the launcher takes)")
@@ -89,7 +91,10 @@ def main() -> None:
         for worker in workers:
             worker.wait_until_ready()
         seconds: list[list[tuple[float, float]]] = [[] for _ in workers]
+        deadline = time.monotonic() + options.seconds
         for turn in range(options.rounds):
+            if turn >= FEWEST_ROUNDS and time.monotonic() > deadline:
+                break
             first = turn % len(workers)
             for number in [*range(first, len(workers)), *range(first)]:
                 seconds[number].append(workers[number].ask("run", options.steps))
@@ -114,7 +119,7 @@ def print_table(
         f"{workers[0].parameters / 1e6:.1f}M parameters (dense), fp32, {options.tokens} tokens a step, TP=1, one rank,"
     )
     print(f"{workers[0].threads} threads, {processor()}, torch {torch.__version__},")
-    print(f"{options.rounds} rounds of {options.steps} steps, load average before the start {load:.1f}\n")
+    print(f"{len(seconds[0])} rounds of {options.steps} steps, load average before the start {load:.1f}\n")
     print("| step time / best plain loop | quartiles | CPU ratio | tokens/s | ms a step | peak MB | variant |")
     print("|---|---|---|---|---|---|---|")
     for worker, turns, median in zip(workers, seconds, medians, strict=True):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
-import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -22,6 +20,7 @@ from data_pipeline.errors import UserError
 from data_pipeline.index import token_dtype
 from data_pipeline.inputs import Document
 from data_pipeline.tokenizer import Tokenizer
+from data_pipeline.workers import end_with_parent
 
 _BATCH_CHARACTERS = 1 << 20
 _BATCHES_AHEAD = 3
@@ -123,15 +122,7 @@ def _start_worker(model: bytes) -> None:
     global _worker_tokenizer
     _worker_tokenizer = Tokenizer(model)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A pool's worker waits for work for ever when its parent is killed; this ends it."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    end_with_parent()
 
 
 def _encode_in_worker(batch: list[Document]) -> _Encoded:

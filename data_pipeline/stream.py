@@ -31,6 +31,7 @@ from data_pipeline.index import (
 )
 from data_pipeline.order import WINDOW_MEMBERS, SampleOrder
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
+from data_pipeline.workers import end_with_parent
 
 _MEMBERS_KEPT = 2 * WINDOW_MEMBERS
 _FILES_KEPT = 64
@@ -225,7 +226,7 @@ def _from_workers(samples: _Samples, starts: _StepStarts, num_workers: int) -> I
     """Batches in order from worker processes.
 
     The workers are spawned, not forked: a fork would inherit the trainer's threads half alive, its sockets (a peer of a
-    killed rank would not see the connection close) and its signal handlers. torch ends them with their parent.
+    killed rank would not see the connection close) and its signal handlers.
     """
     loader: DataLoader[Any] = DataLoader(
         samples,
@@ -233,10 +234,15 @@ def _from_workers(samples: _Samples, starts: _StepStarts, num_workers: int) -> I
         num_workers=num_workers,
         collate_fn=_as_it_is,
         prefetch_factor=_PREFETCH_BATCHES,
+        worker_init_fn=_start_worker,
         multiprocessing_context="spawn",
     )
     batches = _with_signals_blocked(loader.__iter__)
     return map(_raised, batches)
+
+
+def _start_worker(worker_id: int) -> None:
+    end_with_parent()  # torch looks for this itself, but not for a parent that was killed while the worker started
 
 
 def _with_signals_blocked(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:

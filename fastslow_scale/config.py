@@ -121,7 +121,9 @@ class ScheduleConfig(Section):
 
 class DataConfig(Section):
     path: Path | None = Field(default=None, description="a folder written by `fastslow data shard`")
-    num_workers: int = Field(default=1, ge=0)
+    num_workers: int = Field(
+        default=0, ge=0, description="reader processes of each rank; 0: read in the training process"
+    )
 
 
 class TrainConfig(Section):
@@ -137,6 +139,9 @@ class TrainConfig(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
         description="activations recomputed in the backward: attention and MLP inner parts, or whole layers",
+    )
+    sanity_every: int = Field(
+        default=100, ge=0, description="steps between checks that replicas agree bitwise; 0: only at the start"
     )
     timeout_seconds: int = Field(default=600, ge=1, description="a rank waits this long for the others")
 

@@ -40,7 +40,8 @@ class Exchange(SlowPath):
 
     The shift by one block keeps the model causal: block b's mean holds tokens that the tokens of block b may not see.
 
-    While `measure` is on, `energy` holds the squared norms of this rank's c and x and of the gate, [3].
+    While `measure` is on, `energy` holds the squared norms of this rank's c and x and of the gate, [3], and `state` the
+    slow state y.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Exchange(SlowPath):
         self.gate = nn.Parameter(torch.zeros(model.hidden_size, dtype=dtype))
         self.measure = False
         self.energy: torch.Tensor | None = None
+        self.state: torch.Tensor | None = None
 
     def forward(
         self, x: torch.Tensor, y: torch.Tensor | None, tokens: Tokens, rope: Rope
@@ -62,6 +64,7 @@ class Exchange(SlowPath):
         own = spread(c, self.pool_size, x.shape[0], tokens.first, tokens.group)
         if self.measure:
             self.energy = torch.stack([t.detach().float().square().sum() for t in (own, x, self.gate)])
+            self.state = y.detach()
         return x + own, y
 
     def answer(

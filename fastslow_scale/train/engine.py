@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import math
 import os
@@ -42,7 +44,8 @@ class Engine:
         self.grad_clip = config.optimizer.grad_clip
         model.to(mesh.device)
         self.optimizer = build_optimizer(model, config)
-        with warnings.catch_warnings():
+        # DeepSpeed prints its memory use here, on every rank, whatever its logger is told.
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             self.deepspeed, *_ = deepspeed.initialize(
                 model=model, optimizer=self.optimizer, config=_settings(config, mesh), mpu=DeepSpeedMpu(mesh)

@@ -16,6 +16,7 @@ from fastslow_scale.config import Config
 from fastslow_scale.model.model import build_model
 from fastslow_scale.monitor import Monitor, NullMonitor
 from fastslow_scale.parallel.mesh import Mesh
+from fastslow_scale.parallel.sanity import check_declarations, check_training_state
 from fastslow_scale.train.batch import count_valid, inputs_and_labels, validation_rows
 from fastslow_scale.train.checkpoint import load_checkpoint, save_checkpoint
 from fastslow_scale.train.checkpoint_files import Found, find_checkpoint
@@ -57,7 +58,9 @@ class Trainer:
         self.config, self.mesh, self.folder = config, mesh, folder
         self.train_data, self.validation_data = open_data(config)
         torch.use_deterministic_algorithms(config.train.deterministic)
-        self.engine = Engine(build_model(config, mesh), config, mesh)
+        model = build_model(config, mesh)
+        check_declarations(model)
+        self.engine = Engine(model, config, mesh)
         self.step = 0
 
     def run(self, total: int, monitor: NullMonitor) -> None:
@@ -69,16 +72,19 @@ class Trainer:
         clock = Clock(config.train.tokens_per_step)
         while self.step < total:
             number = self.step + 1
-            logged = number in (1, total) or number % config.monitor.log_every == 0
+            logged = number in (1, total) or due(number, config.monitor.log_every)
+            checked = number == 1 or due(number, config.train.sanity_every)
             with clock.waiting_for_data():
                 rows = next(batches)
-            result = self.train_step(rows, measure=logged)
+            result = self.train_step(rows, measure=logged or checked)
             clock.count_step()
             if not result.update.applied:
                 monitor.message(f"step {number}: the gradient norm is not finite; no weight was changed")
             if logged:
                 monitor.log_step(self.record(result) | clock.read())
             with clock.stopped():
+                if checked:
+                    self.check_replicas()
                 if number == total or due(number, config.validation.every):
                     monitor.log_validation(number, self.validate())
                 if number == total or due(number, config.checkpoint.every):
@@ -101,6 +107,12 @@ class Trainer:
         assert update is not None, "the last micro-batch ends the step"
         self.step += 1
         return StepResult(loss / valid_tokens, lr, update)
+
+    def check_replicas(self) -> None:
+        """Stop the run where weights or slow states that must be equal over ranks are not; a collective."""
+        model = self.engine.model
+        states = {f"exchanges.{k} slow state": e.state for k, e in enumerate(model.exchanges) if e.state is not None}
+        check_training_state(dict(model.named_parameters()), states, self.mesh)
 
     def record(self, result: StepResult) -> dict[str, Any]:
         """The step's numbers for the log, over all ranks; a collective."""

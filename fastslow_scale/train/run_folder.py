@@ -20,7 +20,7 @@ MAY_CHANGE = {
     "monitor": None,
     "validation": None,
     "data": {"num_workers"},
-    "train": {"run_dir", "micro_batch_size", "deterministic", "recompute", "timeout_seconds"},
+    "train": {"run_dir", "micro_batch_size", "deterministic", "recompute", "sanity_every", "timeout_seconds"},
 }
 PACKAGES = ("torch", "deepspeed", "megatron-core", "webdataset", "sentencepiece", "fastslow-scale")
 

@@ -42,7 +42,7 @@ def config_file(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small coupled model on that data, on one rank unless changed."""
     tree = {name: dict(section) for name, section in BASE.items()}
     tree["model"] |= {"vocab_size": VOCABULARY, "num_key_value_heads": 4}
-    tree["data"] = {"path": str(data), "num_workers": 1}
+    tree["data"] = {"path": str(data), "num_workers": 0}
     tree["train"] |= {"seq_length": LENGTH, "max_steps": 12}
     tree["checkpoint"] = {"every": 4}
     tree["monitor"] = {"log_every": 1}

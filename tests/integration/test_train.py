@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastslow_scale.monitor import read_metrics
-from fastslow_scale.train.checkpoint_reader import CheckpointReader
+from fastslow_scale.train.checkpoint_reader import MOMENTS, WEIGHTS, CheckpointReader
 from tests.commands import fastslow, kill_group, refused, running
 
 pytestmark = pytest.mark.integration
@@ -24,7 +24,7 @@ def exact(run: Path) -> list[tuple[int, float, float]]:
 
 def weights(run: Path, step: int) -> dict[tuple[str, str], torch.Tensor]:
     reader = CheckpointReader(run / "checkpoints" / f"step_{step:08d}")
-    return {(name, kind): reader.full(name, kind) for name in reader.names() for kind in reader.kinds(name)}
+    return {(name, kind): reader.full(name, kind) for name in reader.names() for kind in (WEIGHTS, *MOMENTS)}
 
 
 @pytest.fixture(scope="module")

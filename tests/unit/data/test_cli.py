@@ -187,6 +187,10 @@ def test_help_says_what_it_does(command: str, run: Callable[..., tuple[int, str,
     assert ("DIR" if command in ("verify", "info", "sample") else "--output") in out
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
 def test_demo_is_written_once_and_mended(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
     output = tmp_path / "data" / "demo"
     status, first, _ = run("demo", "--output", output)
@@ -210,12 +214,14 @@ def test_demo_is_written_once_and_mended(tmp_path: Path, run: Callable[..., tupl
     assert second == first.replace("wrote", "", 1).replace(str(output), f"{output} is there already", 1).lstrip()
     assert (output / "manifest.json").stat().st_mtime_ns == stamp
 
-    content = {path.name: path.read_bytes() for path in output.rglob("*.*") if path.is_file()}
-    (output / "train" / "shard-000000.tar").write_bytes(b"cut")
+    content = files_of(output)
+    damaged = bytearray(content["train/shard-000000.tar"])
+    damaged[1000] ^= 1
+    (output / "train" / "shard-000000.tar").write_bytes(damaged)
     (tmp_path / "data" / ".demo.partial").mkdir()
     (tmp_path / "data" / ".demo.partial" / "spool.bin").write_bytes(b"left over")
     assert run("demo", "--output", output)[1] == first
-    assert {path.name: path.read_bytes() for path in output.rglob("*.*") if path.is_file()} == content
+    assert files_of(output) == content
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["demo"]
 
 

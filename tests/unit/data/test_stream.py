@@ -7,6 +7,9 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,8 +162,49 @@ def test_workers_change_nothing_and_end_with_their_reader(dataset: TokenDataset,
     assert torch.equal(torch.stack(read), expected)
     del reader
     for worker in workers:
-        worker.join(timeout=10)
+        worker.join(timeout=60)
         assert worker.exitcode == 0
+
+
+FRESH_READER = """
+import multiprocessing, os, sys, time
+from data_pipeline.stream import TokenDataset, step_batches
+
+if __name__ == "__main__":
+    dataset = TokenDataset.open(sys.argv[1])
+    reader = step_batches(
+        dataset, seed=0, start_sample=0, global_batch_size=8, dp_rank=0, dp_size=1, num_workers=2
+    )
+    print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_workers_of_a_killed_trainer_end(tmp_path: Path, shared_folder: Path) -> None:
+    """Even when the workers were just starting. In a process of its own: the first start of a worker is special."""
+    script = tmp_path / "reader.py"
+    script.write_text(FRESH_READER)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, str(script), str(shared_folder)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        workers = [int(pid) for pid in trainer.stdout.readline().split()]
+        blocked = [_blocked_signals(worker) for worker in workers]
+        trainer.kill()
+    assert len(workers) == 2
+    for signals in blocked:
+        assert {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2} <= signals
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline, "workers outlive their trainer"
+        time.sleep(0.1)
+
+
+def _blocked_signals(pid: int) -> set[int]:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    mask = int(status["SigBlk"], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
 
 def test_a_worker_reports_damage_in_one_line(tmp_path: Path, write: Callable[..., Path], texts: list[str]) -> None:
@@ -190,7 +234,7 @@ def test_memory_and_open_files_stay_bounded(
     monkeypatch.setattr("data_pipeline.stream._FILES_KEPT", 3)
     monkeypatch.setattr("data_pipeline.stream._MEMBERS_KEPT", 2)
     dataset = TokenDataset.open(write(tmp_path / "data", texts[:80], seq_length=4, shard_bytes=1))
-    assert len(dataset.manifest.splits["train"].shards) > 10
+    assert len(dataset.manifest.splits["train"].shards) > 6
     open_before = len(os.listdir("/proc/self/fd"))
     rows = dataset.rows(range(dataset.num_samples))
     assert len(dataset._members) == 2
