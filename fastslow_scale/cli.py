@@ -45,6 +45,8 @@ def train(
     """
     from fastslow_scale.launch.local import job_environment, joined_job, launch
     from fastslow_scale.train import worker
+    from fastslow_scale.train.batch import open_data
+    from fastslow_scale.train.run_folder import refuse_other_run
 
     given = overrides or []
     if joined_job():
@@ -54,6 +56,9 @@ def train(
     tree = load_config(config, given)
     ranks = nproc if nproc is not None else tree.parallel.tensor_parallel_size
     tree.data_parallel_size(ranks)
+    # The ranks check these too; here a mistake shows before any of them starts.
+    refuse_other_run(tree)
+    open_data(tree)
     raise typer.Exit(launch(ranks, "fastslow_scale.train.worker", [config, *given, "--resume", resume]))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import nn
 
-from fastslow_scale.config import Config
+from fastslow_scale.config import Config, ParallelConfig
 from fastslow_scale.model.attention import rope_table
 from fastslow_scale.model.coupling import Exchange, Tokens
 from fastslow_scale.model.init import InitScheme
@@ -20,6 +22,7 @@ from fastslow_scale.model.linear import TensorParallelLinears
 from fastslow_scale.model.loss import IGNORE, VocabularySlice, cross_entropy_sum, token_losses
 from fastslow_scale.model.norm import RMSNorm
 from fastslow_scale.parallel.mesh import Mesh
+from fastslow_scale.parallel.sharing import full_shape
 
 
 class FastSlowModel(nn.Module):
@@ -174,9 +177,11 @@ def build_model(config: Config, mesh: Mesh, dtype: torch.dtype | None = None) ->
 
 
 def count_parameters(config: Config, mesh: Mesh) -> int:
-    """Parameters of the whole model, vocabulary padding included, without allocating any of them."""
-    from fastslow_scale.parallel.sharing import full_shape
+    """Parameters of the whole model, vocabulary padding included, without allocating any of them.
 
+    The config's own layout does not matter: a mesh of this process alone will do.
+    """
+    whole = config.model_copy(update={"parallel": ParallelConfig(tensor_parallel_size=mesh.tp_size)})
     with torch.device("meta"):
-        model = build_model(config, mesh)
-    return sum(torch.Size(full_shape(p, mesh.tp_size)).numel() for p in model.parameters())
+        model = build_model(whole, mesh)
+    return sum(math.prod(full_shape(p, mesh.tp_size)) for p in model.parameters())

@@ -1,13 +1,32 @@
-"""From stored rows to what the model is asked: inputs, labels, and how many labels count."""
+"""From a data folder to what the model is asked: rows, inputs, labels, and how many labels count."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
+from data_pipeline.errors import UserError
 from data_pipeline.stream import TokenDataset
+from fastslow_scale.config import Config
 from fastslow_scale.model.loss import IGNORE
 from fastslow_scale.parallel.mesh import Mesh
+
+
+def open_data(config: Config) -> tuple[TokenDataset, TokenDataset]:
+    """The train and the validation split, checked against the config."""
+    if config.data.path is None:
+        raise UserError("data.path is missing: name a folder written by `fastslow data shard`")
+    train, validation = (TokenDataset.open(config.data.path, split=split) for split in ("train", "validation"))
+    if train.seq_length != config.train.seq_length:
+        raise UserError(
+            f"train.seq_length is {config.train.seq_length} but {config.data.path} was sharded with {train.seq_length}"
+        )
+    if train.vocab_size != config.model.vocab_size:
+        raise UserError(
+            f"model.vocab_size is {config.model.vocab_size} but the tokenizer of {config.data.path} "
+            f"has {train.vocab_size} pieces"
+        )
+    return train, validation
 
 
 def inputs_and_labels(rows: torch.Tensor, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:

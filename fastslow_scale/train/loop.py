@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from data_pipeline.errors import UserError
-from data_pipeline.stream import TokenDataset, step_batches
+from data_pipeline.stream import step_batches
 from fastslow_scale.config import Config
 from fastslow_scale.model.model import build_model
 from fastslow_scale.monitor import Monitor, NullMonitor
 from fastslow_scale.parallel.mesh import Mesh
 from fastslow_scale.parallel.sanity import check_declarations, check_training_state
-from fastslow_scale.train.batch import count_valid, inputs_and_labels, validation_rows
+from fastslow_scale.train.batch import count_valid, inputs_and_labels, open_data, validation_rows
 from fastslow_scale.train.checkpoint import load_checkpoint, save_checkpoint
 from fastslow_scale.train.checkpoint_files import Found, find_checkpoint
 from fastslow_scale.train.clock import Clock
@@ -47,7 +47,8 @@ def train(config: Config, mesh: Mesh, resume: str = "auto", command: str = "") -
     with Monitor(folder, config, trainer.step, total) if mesh.is_main else NullMonitor() as monitor:
         for note in notes:
             monitor.message(note)
-        trainer.run(total, monitor)
+        if trainer.step < total:
+            trainer.run(total, monitor)
         monitor.summary()
 
 
@@ -201,23 +202,6 @@ class Trainer:
 
 def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def open_data(config: Config) -> tuple[TokenDataset, TokenDataset]:
-    """The train and the validation split, checked against the config."""
-    if config.data.path is None:
-        raise UserError("data.path is missing: name a folder written by `fastslow data shard`")
-    train, validation = (TokenDataset.open(config.data.path, split=split) for split in ("train", "validation"))
-    if train.seq_length != config.train.seq_length:
-        raise UserError(
-            f"train.seq_length is {config.train.seq_length} but {config.data.path} was sharded with {train.seq_length}"
-        )
-    if train.vocab_size != config.model.vocab_size:
-        raise UserError(
-            f"model.vocab_size is {config.model.vocab_size} but the tokenizer of {config.data.path} "
-            f"has {train.vocab_size} pieces"
-        )
-    return train, validation
 
 
 def on_main(mesh: Mesh, function: Callable[[], T]) -> T:

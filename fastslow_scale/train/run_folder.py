@@ -31,15 +31,11 @@ def open_run_folder(config: Config, command: str) -> Path:
     Raises:
         UserError: the folder holds a run with another config, or cannot be written.
     """
+    refuse_other_run(config)
     folder = config.train.run_dir
-    saved = folder / "config.yaml"
-    if saved.exists():
-        refuse_other_config(saved, load_config(saved), config)
-    elif (folder / "checkpoints").exists() or (folder / "metrics.jsonl").exists():
-        raise UserError(f"{folder} holds a run without its config.yaml; choose another train.run_dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        saved.write_text(config.to_yaml(), encoding="utf-8")
+        (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
         (folder / "command").write_text(command + "\n", encoding="utf-8")
         (folder / "versions").write_text("".join(f"{line}\n" for line in versions()), encoding="utf-8")
     except OSError as error:
@@ -60,6 +56,16 @@ def keep_tokenizer(folder: Path, data: TokenDataset) -> None:
         write_durably(folder / MODEL_NAME, tokenizer.model)
     except OSError as error:
         raise UserError(f"{folder / MODEL_NAME} cannot be written: {error.strerror}") from None
+
+
+def refuse_other_run(config: Config) -> None:
+    """Raise `UserError` where the run folder already holds a run of another config, or one whose config is gone."""
+    folder = config.train.run_dir
+    saved = folder / "config.yaml"
+    if saved.exists():
+        refuse_other_config(saved, load_config(saved), config)
+    elif (folder / "checkpoints").exists() or (folder / "metrics.jsonl").exists():
+        raise UserError(f"{folder} holds a run without its config.yaml; choose another train.run_dir")
 
 
 def refuse_other_config(saved: Path, old: Config, new: Config) -> None:
