@@ -180,7 +180,7 @@ def step_batches(
     starts = _StepStarts(start_sample + dp_rank * size, global_batch_size, size)
     samples = _Samples(dataset, seed)
     if num_workers == 0:
-        return map(_raised, map(samples.__getitems__, starts))
+        return _good_batches(map(samples.__getitems__, starts))
     return _from_workers(samples, starts, num_workers)
 
 
@@ -212,10 +212,13 @@ class _Samples(Dataset[torch.Tensor]):
             return error
 
 
-def _raised(batch: torch.Tensor | UserError) -> torch.Tensor:
-    if isinstance(batch, UserError):
-        raise batch
-    return batch
+def _good_batches(batches: Iterator[torch.Tensor | UserError]) -> Iterator[torch.Tensor]:
+    while True:
+        batch = next(batches)
+        if isinstance(batch, UserError):
+            del batches  # ends the workers now; a traceback would keep them, and garbage collection ends them slowly
+            raise batch
+        yield batch
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -237,8 +240,7 @@ def _from_workers(samples: _Samples, starts: _StepStarts, num_workers: int) -> I
         worker_init_fn=_start_worker,
         multiprocessing_context="spawn",
     )
-    batches = _with_signals_blocked(loader.__iter__)
-    return map(_raised, batches)
+    return _good_batches(_with_signals_blocked(loader.__iter__))
 
 
 def _start_worker(worker_id: int) -> None:

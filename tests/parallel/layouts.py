@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from fastslow_scale.config import Config
 from fastslow_scale.model.model import FastSlowModel, build_model
 from fastslow_scale.parallel.mesh import Mesh, build_mesh, start_process_group
 from fastslow_scale.parallel.sharing import sharded_dim
-from fastslow_scale.train.engine import Engine
+from fastslow_scale.train.engine import Engine, Update
 from fastslow_scale.train.optimizer import parameter_groups
 from tests import reference
 
@@ -182,3 +183,58 @@ def train_plainly(config: Config, steps: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+def accumulated_gradient(cases: list[tuple[Config, Layout]]) -> list[float]:
+    """Relative error of the accumulated bf16 gradient of one weight against float64, at the same bf16 weights."""
+    return [_accumulation_error(config, mesh) for config, mesh in meshes(cases)]
+
+
+def _accumulation_error(config: Config, mesh: Mesh) -> float:
+    model = build_model(config, mesh)
+    exact = build_model(config, mesh, torch.float64)
+    for p, q in zip(exact.parameters(), model.parameters(), strict=True):
+        p.data.copy_(q.data)
+    engine = Engine(model, config, mesh)
+    batch, length = config.train.global_batch_size, config.train.seq_length
+    valid = torch.tensor(float(batch * length))
+    rows = tokens_of(config, batch, seed=0)
+    update = None
+    for part in rows.split(config.train.micro_batch_size):
+        update = engine.backward(engine.forward(part[:, :-1], part[:, 1:]), valid)
+        exact_loss = exact(part[:, :-1], part[:, 1:]) / valid
+        exact_loss.backward()
+    assert update is not None
+    norm = torch.stack([p.grad.norm() for p in exact.parameters()]).norm().item()
+    return abs(update.grad_norm - norm) / norm
+
+
+def broken_step(cases: list[tuple[Config, Layout]]) -> list[dict[str, Any]]:
+    """A step with a NaN in one rank's weights' gradient: what is reported, and whether weights and moments moved."""
+    return [_broken_step(config, mesh) for config, mesh in meshes(cases)]
+
+
+def _broken_step(config: Config, mesh: Mesh) -> dict[str, Any]:
+    engine = Engine(build_model(config, mesh), config, mesh)
+    rows = tokens_of(config, config.train.global_batch_size, 0).chunk(mesh.dp_size)[mesh.dp_rank]
+    valid = torch.tensor(float(config.train.global_batch_size * config.train.seq_length))
+
+    def step(spoil: float) -> Update:
+        engine.set_learning_rate(config.optimizer.lr)
+        update = None
+        for part in rows.split(config.train.micro_batch_size):
+            loss = engine.forward(part[:, :-1], part[:, 1:])
+            update = engine.backward(loss * spoil, valid)
+        assert update is not None
+        return update
+
+    step(1.0)
+    before, _ = _weights(engine, mesh)
+    update = step(float("nan") if mesh.rank == mesh.world_size - 1 else 1.0)
+    after, _ = _weights(engine, mesh)
+    recovered = step(1.0)
+    return {
+        "applied": update.applied,
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "recovered": recovered.applied and math.isfinite(recovered.grad_norm),
+    }

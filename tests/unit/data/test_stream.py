@@ -225,6 +225,7 @@ def test_a_worker_reports_damage_in_one_line(tmp_path: Path, write: Callable[...
         )
         with pytest.raises(UserError) as raised:
             list(itertools.islice(reader, 4))
+        assert not multiprocessing.active_children(), "ended by the error itself"
         assert str(raised.value) == f"{shard} member 000000000.bin is damaged (its payload's crc32 differs)"
 
 

@@ -1,0 +1,235 @@
+"""Breaks a copy of the code in known ways, one at a time, and shows that the tests notice.
+
+python -m tests.mutations            prints the table of docs/testing.md; exit status 1 if a break goes unnoticed
+python -m tests.mutations norm       only the breaks whose description holds `norm`
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent
+COPIED = ("fastslow_scale", "data_pipeline", "tests", "configs", "pyproject.toml")
+
+MODEL = "tests/unit/test_model.py"
+LOSS = "tests/unit/test_loss.py"
+LAYOUTS = "tests/parallel/test_layouts.py::test_float64_gradients_equal_one_process_and_nothing_leaks"
+TRAINING = "tests/parallel/test_layouts.py::test_training_through_the_engine_equals_a_plain_loop[2]"
+ENGINE = "tests/parallel/test_engine.py"
+SANITY = "tests/parallel/test_sanity.py"
+
+
+@dataclass(frozen=True)
+class Break:
+    """In `file`, the one place that reads `old` reads `new`; `tests` must then fail."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+COLLECTIVES, COUPLING = "fastslow_scale/parallel/collectives.py", "fastslow_scale/model/coupling.py"
+BREAKS = [
+    Break(
+        "norm gradients not summed under sequence parallelism",
+        "fastslow_scale/model/norm.py",
+        "complete_grad(self.weight, self.group)",
+        "self.weight",
+        LAYOUTS,
+    ),
+    Break(
+        "norm gradients averaged instead of summed",
+        COLLECTIVES,
+        "return _all_reduce(grad, ctx.group), None",
+        "return _all_reduce(grad, ctx.group) / ctx.group.size(), None",
+        LAYOUTS,
+    ),
+    Break(
+        "slow state spread over its own block (shift by 0)",
+        COLLECTIVES,
+        "F.pad(c, (0, 0, 0, 0, 1, max(0, stop_block - 1 - c.shape[0])))",
+        "F.pad(c, (0, 0, 0, 0, 0, max(0, stop_block - c.shape[0])))",
+        MODEL,
+    ),
+    Break(
+        "pool divides by P - 1",
+        COLLECTIVES,
+        "return (sums / pool_size).to(x.dtype)",
+        "return (sums / (pool_size - 1)).to(x.dtype)",
+        MODEL,
+    ),
+    Break(
+        "pool does not sum over ranks",
+        COLLECTIVES,
+        "sums = _ReduceForward.apply(sums, group)",
+        "sums = sums.clone()",
+        LAYOUTS,
+    ),
+    Break(
+        "pool all-reduces in both directions",
+        COLLECTIVES,
+        "return grad, None",
+        "return _all_reduce(grad, dist.group.WORLD), None",
+        LAYOUTS,
+    ),
+    Break(
+        "gradient of c not summed over ranks",
+        COLLECTIVES,
+        "c = _ReduceBackward.apply(c, group)",
+        "c = c.clone()",
+        LAYOUTS,
+    ),
+    Break(
+        "incomplete last block pooled as well",
+        COUPLING,
+        "num_blocks = tokens.total // self.pool_size",
+        "num_blocks = -(-tokens.total // self.pool_size)",
+        MODEL,
+    ),
+    Break(
+        "first token of a rank taken as 0",
+        "fastslow_scale/model/model.py",
+        "x.shape[0] * self.mesh.tp_rank if self.sequence_parallel else 0",
+        "0",
+        LAYOUTS,
+    ),
+    Break(
+        "gate not zero at the start",
+        COUPLING,
+        "nn.Parameter(torch.zeros(model.hidden_size, dtype=dtype))",
+        "nn.Parameter(0.02 * torch.randn(model.hidden_size, dtype=dtype))",
+        MODEL,
+    ),
+    Break(
+        "attention sees what follows",
+        "fastslow_scale/model/attention.py",
+        "F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)",
+        "F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)",
+        MODEL,
+    ),
+    Break(
+        "window one token too wide",
+        "fastslow_scale/model/attention.py",
+        "(distance < window)",
+        "(distance <= window)",
+        MODEL,
+    ),
+    Break(
+        "frozen exchanges learn",
+        "fastslow_scale/model/model.py",
+        'if variant == "frozen":',
+        'if variant == "never":',
+        f"{MODEL} {ENGINE}::test_twenty_steps_of_frozen_equal_dense_bit_for_bit",
+    ),
+    Break(
+        "vocabulary padding predicted",
+        "fastslow_scale/model/loss.py",
+        "logits[:, own:] = -torch.inf",
+        "pass",
+        LOSS,
+    ),
+    Break(
+        "gradient of the head's input not summed over ranks",
+        "fastslow_scale/model/model.py",
+        "return copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)",
+        "return hidden",
+        LAYOUTS,
+    ),
+    Break(
+        "replicated weights counted on every rank in the norm",
+        "fastslow_scale/train/engine.py",
+        "(mesh.tp_rank == 0 or sharded_dim(p) is not None)",
+        "(mesh.tp_rank >= 0)",
+        TRAINING,
+    ),
+    Break(
+        "a replicated weight declared as sharded",
+        "fastslow_scale/model/norm.py",
+        "self.weight = nn.Parameter(torch.ones(size, dtype=dtype))",
+        "self.weight = nn.Parameter(torch.ones(size, dtype=dtype)); self.weight.tensor_model_parallel = True; "
+        "self.weight.partition_dim = 0",
+        f"{TRAINING} {SANITY}::test_declarations_of_every_weight",
+    ),
+    Break(
+        "micro-batches not scaled",
+        "fastslow_scale/train/engine.py",
+        "self.accumulation * self.mesh.dp_size / valid_tokens",
+        "self.mesh.dp_size / valid_tokens",
+        TRAINING,
+    ),
+    Break(
+        "micro-batches summed in bf16",
+        "fastslow_scale/train/engine.py",
+        '"data_types": {"grad_accum_dtype": "fp32"}',
+        '"data_types": {"grad_accum_dtype": "bf16"}',
+        f"{ENGINE}::test_bf16_sums_over_micro_batches_in_fp32",
+    ),
+    Break(
+        "a non-finite gradient applied",
+        "fastslow_scale/train/engine.py",
+        "if not math.isfinite(norm):",
+        "if False:",
+        f"{ENGINE}::test_a_broken_gradient_on_one_rank_changes_no_weight_on_any",
+    ),
+    Break(
+        "replicas not compared over tensor-parallel ranks",
+        "fastslow_scale/parallel/sanity.py",
+        'found = [difference([*replicated, *states.items()], mesh.tp_group, "tensor-parallel")]',
+        "found: list[str | None] = []",
+        f"{SANITY}::test_one_changed_bit_is_named_with_its_ranks",
+    ),
+]
+
+
+def main(wanted: str) -> int:
+    print("| break | where | noticed by |", "|---|---|---|", sep="\n", flush=True)
+    missed = 0
+    for one in BREAKS:
+        if wanted in one.what:
+            noticed = failing_test(one)
+            missed += noticed is None
+            print(f"| {one.what} | `{one.file}` | {f'`{noticed}`' if noticed else '**nothing**'} |", flush=True)
+    return 1 if missed else 0
+
+
+def failing_test(one: Break) -> str | None:
+    """The first test that fails with this break, or None where all pass."""
+    with tempfile.TemporaryDirectory(prefix="mutation_") as name:
+        copy = Path(name)
+        for item in COPIED:
+            source = REPOSITORY / item
+            if source.is_dir():
+                shutil.copytree(source, copy / item, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, copy / item)
+        file = copy / one.file
+        text = file.read_text()
+        assert text.count(one.old) == 1, f"{one.what}: {one.file} must hold once: {one.old}"
+        file.write_text(text.replace(one.old, one.new))
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore",
+            *one.tests.split(),
+        ]
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return failed[0].split("::", 1)[1] if failed else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else ""))
