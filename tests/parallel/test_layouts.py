@@ -40,7 +40,7 @@ def test_float64_gradients_equal_one_process_and_nothing_leaks() -> None:
 
 STEPS = 10
 TRAINED = small_config(
-    model=FOUR_HEADS | {"num_hidden_layers": 2},
+    model=FOUR_HEADS | {"num_hidden_layers": 1},
     slow={"exchange_after": [1]},
     train={"global_batch_size": 16, "seq_length": 14},
 )
@@ -59,7 +59,7 @@ def engine_layouts(world_size: int) -> list[Layout]:
     return layouts
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_training_through_the_engine_equals_a_plain_loop(world_size: int) -> None:
     layouts = engine_layouts(world_size)
     ranks = run_ranks(world_size, train_through_engine, [(TRAINED, layout) for layout in layouts], STEPS, timeout=600)
