@@ -165,6 +165,13 @@ BREAKS = [
         TRAINING,
     ),
     Break(
+        "valid tokens counted by each rank for itself",
+        "fastslow_scale/train/batch.py",
+        "dist.all_reduce(count, group=mesh.dp_group)",
+        "pass",
+        TRAINING,
+    ),
+    Break(
         "micro-batches summed in bf16",
         "fastslow_scale/train/engine.py",
         '"data_types": {"grad_accum_dtype": "fp32"}',

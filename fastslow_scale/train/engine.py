@@ -48,7 +48,7 @@ class Engine:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             self.deepspeed, *_ = deepspeed.initialize(
-                model=model, optimizer=self.optimizer, config=_settings(config, mesh), mpu=DeepSpeedMpu(mesh)
+                model=model, optimizer=self.optimizer, config=engine_settings(config, mesh), mpu=DeepSpeedMpu(mesh)
             )
 
     @property
@@ -105,7 +105,7 @@ def global_grad_norm(params: list[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     return squares.sqrt()
 
 
-def _settings(config: Config, mesh: Mesh) -> dict[str, Any]:
+def engine_settings(config: Config, mesh: Mesh) -> dict[str, Any]:
     """DeepSpeed's configuration for this run."""
     on_gpu = mesh.device.type == "cuda"
     return {

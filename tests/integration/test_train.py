@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def weights(run: Path, step: int) -> dict[tuple[str, str], torch.Tensor]:
 @pytest.fixture(scope="module")
 def uninterrupted(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     run = tmp_path_factory.mktemp("run") / "uninterrupted"
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(run.parent / "extensions")
     return run, fastslow("train", config_file, *TWO_RANKS, f"train.run_dir={run}", "--nproc", 2)
 
 
@@ -48,6 +50,11 @@ def test_the_run_folder_holds_what_is_promised(uninterrupted: tuple[Path, str]) 
     assert records[-1]["loss"] < records[0]["loss"]
     assert "validation loss" in output
     assert "tensorboard" in output
+
+
+def test_nothing_was_compiled_at_start_up(uninterrupted: tuple[Path, str]) -> None:
+    """A compile takes half a minute, and one that was killed leaves a lock on which the next start waits for ever."""
+    assert list(uninterrupted[0].parent.glob("extensions/**/*")) == []
 
 
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from fastslow_scale.config import Config
+from fastslow_scale.model.loss import IGNORE
 from fastslow_scale.model.model import FastSlowModel, build_model
 from fastslow_scale.parallel.mesh import Mesh, build_mesh, start_process_group
 from fastslow_scale.parallel.sharing import sharded_dim
+from fastslow_scale.train.batch import count_valid
 from fastslow_scale.train.engine import Engine, Update
 from fastslow_scale.train.optimizer import parameter_groups
 from tests import reference
@@ -133,22 +135,31 @@ def train_through_engine(cases: list[tuple[Config, Layout]], steps: int) -> list
 def _train(config: Config, mesh: Mesh, steps: int) -> dict[str, Any]:
     engine = Engine(build_model(config, mesh), config, mesh)
     losses, norms = [], []
-    batch, length = config.train.global_batch_size, config.train.seq_length
     for step in range(steps):
-        rows = tokens_of(config, batch, seed=step)
-        own = rows.chunk(mesh.dp_size)[mesh.dp_rank]
+        inputs, labels = (t.chunk(mesh.dp_size)[mesh.dp_rank] for t in batch_of(config, step))
+        valid = count_valid(labels, mesh)
         engine.set_learning_rate(config.optimizer.lr)
         total, update = torch.zeros(()), None
-        for part in own.split(config.train.micro_batch_size):
-            loss = engine.forward(part[:, :-1], part[:, 1:])
-            update = engine.backward(loss, torch.tensor(float(batch * length)))
+        size = config.train.micro_batch_size
+        for tokens, targets in zip(inputs.split(size), labels.split(size), strict=True):
+            loss = engine.forward(tokens, targets)
+            update = engine.backward(loss, valid)
             total += loss.detach()
-        assert update is not None and update.applied
+        assert update is not None
+        assert update.applied
         dist.all_reduce(total, group=mesh.dp_group)
-        losses.append(total.item() / (batch * length))
+        losses.append((total / valid).item())
         norms.append(update.grad_norm)
     weights, agree = _weights(engine, mesh)
     return {"losses": losses, "norms": norms, "weights": weights, "replicas_agree": agree}
+
+
+def batch_of(config: Config, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels of a global batch, [G, T] each. The first rows are half empty: ranks count differently."""
+    rows = tokens_of(config, config.train.global_batch_size, seed=step)
+    labels = rows[:, 1:].clone()
+    labels[:3, config.train.seq_length // 2 :] = IGNORE
+    return rows[:, :-1], labels
 
 
 def _weights(engine: Engine, mesh: Mesh) -> tuple[dict[str, torch.Tensor], bool]:
@@ -175,8 +186,8 @@ def train_plainly(config: Config, steps: int) -> dict[str, Any]:
     trained = [p for group in groups for p in group["params"]]
     losses, norms = [], []
     for step in range(steps):
-        rows = tokens_of(config, config.train.global_batch_size, seed=step)
-        loss = model(rows[:, :-1], rows[:, 1:]) / rows[:, 1:].numel()
+        inputs, labels = batch_of(config, step)
+        loss = model(inputs, labels) / (labels != IGNORE).sum()
         loss.backward()
         losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(trained, config.optimizer.grad_clip).item())

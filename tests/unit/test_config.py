@@ -10,6 +10,7 @@ from data_pipeline.errors import UserError
 from fastslow_scale.config import load_config
 from fastslow_scale.model.model import count_parameters
 from fastslow_scale.parallel.mesh import single_process_mesh
+from fastslow_scale.train.engine import engine_settings
 from tests.configs import small_config
 
 pytestmark = pytest.mark.unit
@@ -93,6 +94,13 @@ def test_slow_sizes_follow_the_fast_path() -> None:
     slow = load_config(CONFIGS / "1b.yaml").slow
     assert (slow.hidden_size, slow.intermediate_size, slow.num_attention_heads) == (2048, 5632, 16)
     assert (slow.num_key_value_heads, slow.phi_intermediate_size, slow.initializer_range) == (8, 4096, 0.02)
+
+
+def test_deepspeed_is_never_told_to_scramble_its_fragments() -> None:
+    """round_robin_gradients gives wrong fragments in 0.19.8, and bf16 sums of micro-batches lose small gradients."""
+    settings = engine_settings(load_config(TINY), single_process_mesh())
+    assert "round_robin_gradients" not in settings["zero_optimization"]
+    assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
 
 
 def test_steps_follow_from_tokens() -> None:
