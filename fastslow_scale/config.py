@@ -166,6 +166,7 @@ class CheckpointConfig(Section):
 class MonitorConfig(Section):
     log_every: int = Field(default=10, ge=1)
     tensorboard: bool = True
+    ledger: bool = Field(default=False, description="show what the second step after a start moves between ranks")
 
 
 class ValidationConfig(Section):

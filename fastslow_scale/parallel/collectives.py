@@ -78,17 +78,15 @@ def pool(x: torch.Tensor, pool_size: int, num_blocks: int, first_token: int, gro
     mine = max(0, min(x.shape[0], num_blocks * pool_size - first_token))
     first_block, lead = divmod(first_token, pool_size)
     tail = -(lead + mine) % pool_size
-    blocks = x[:mine]
-    if lead or tail:
-        blocks = F.pad(blocks, (0, 0, 0, 0, lead, tail))
-    sums = blocks.unflatten(0, (-1, pool_size)).sum(1, dtype=wide) if mine else x.new_zeros(0, *x.shape[1:], dtype=wide)
-    after = num_blocks - first_block - sums.shape[0]
+    if mine:
+        blocks = F.pad(x[:mine], (0, 0, 0, 0, lead, tail)) if lead or tail else x[:mine]
+        sums = blocks.unflatten(0, (-1, pool_size)).sum(1, dtype=wide)
+    else:
+        # Zeros that are still a function of x, so that every rank runs the same backward.
+        sums = x[:0].sum(0, keepdim=True, dtype=wide)
+        first_block = 0
     if group is not None:
-        if mine:
-            sums = F.pad(sums, (0, 0, 0, 0, first_block, after))
-        else:
-            # Kept in the graph, so that every rank runs the same backward.
-            sums = x[:0].sum(0, dtype=wide).expand(num_blocks, *x.shape[1:])
+        sums = F.pad(sums, (0, 0, 0, 0, first_block, num_blocks - first_block - sums.shape[0]))
         sums = _ReduceForward.apply(sums, group)
     return (sums / pool_size).to(x.dtype)
 

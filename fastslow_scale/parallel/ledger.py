@@ -63,6 +63,13 @@ class Ledger(TorchDispatchMode):
     def entries(self) -> Entries:
         return dict(self._counted)
 
+    def lines(self) -> list[str]:
+        """`tp all_gather: 28 calls, 10.5 MB` for each group and kind."""
+        return [
+            f"{group} {kind}: {traffic.calls} calls, {traffic.bytes / 1e6:,.6g} MB"
+            for (group, kind), traffic in sorted(self._counted.items())
+        ]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and func._opname in KINDS:
             group = self._group(args)

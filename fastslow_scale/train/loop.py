@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from data_pipeline.stream import step_batches
 from fastslow_scale.config import Config
 from fastslow_scale.model.model import build_model
 from fastslow_scale.monitor import Monitor, NullMonitor
+from fastslow_scale.parallel.ledger import Ledger
 from fastslow_scale.parallel.mesh import Mesh
 from fastslow_scale.parallel.sanity import check_declarations, check_training_state
 from fastslow_scale.train.batch import count_valid, inputs_and_labels, open_data, validation_rows
@@ -69,7 +71,7 @@ class Trainer:
         config = self.config
         if self.step == 0:
             monitor.log_validation(0, self.validate())
-        batches = self.batches()
+        start, batches = self.step, self.batches()
         clock = Clock(config.train.tokens_per_step)
         while self.step < total:
             number = self.step + 1
@@ -77,7 +79,8 @@ class Trainer:
             checked = number == 1 or due(number, config.train.sanity_every)
             with clock.waiting_for_data():
                 rows = next(batches)
-            result = self.train_step(rows, measure=logged or checked)
+            with self.counting_traffic(number == start + 2, monitor):
+                result = self.train_step(rows, measure=logged or checked)
             clock.count_step()
             if not result.update.applied:
                 monitor.message(f"step {number}: the gradient norm is not finite; no weight was changed")
@@ -108,6 +111,17 @@ class Trainer:
         assert update is not None, "the last micro-batch ends the step"
         self.step += 1
         return StepResult(loss / valid_tokens, lr, update)
+
+    @contextlib.contextmanager
+    def counting_traffic(self, wanted: bool, monitor: NullMonitor) -> Iterator[None]:
+        """With `monitor.ledger`, show the collectives of the step inside, as rank 0 takes part in them."""
+        if not (wanted and self.config.monitor.ledger):
+            yield
+            return
+        with Ledger(self.mesh) as ledger:
+            yield
+        for line in ledger.lines():
+            monitor.message(line)
 
     def check_replicas(self) -> None:
         """Stop the run where weights or slow states that must be equal over ranks are not; a collective."""

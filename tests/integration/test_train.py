@@ -77,6 +77,14 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(
         assert torch.equal(weights(run, 12)[key], tensor), key
 
 
+def test_the_ledger_shows_what_a_step_moves(config_file: Path, tmp_path: Path) -> None:
+    keys = [f"train.run_dir={tmp_path / 'run'}", "train.max_steps=3", "monitor.ledger=true"]
+    lines = fastslow("train", config_file, *TWO_RANKS, *keys, "--nproc", 2).splitlines()
+    # Four micro-batches: pool and spread of two exchanges, 7 norms; the norm's sums of five groups of parameters.
+    assert sum(line.startswith("tp all_reduce: 49 calls") for line in lines) == 1, lines
+    assert not any(line.startswith("dp ") for line in lines)
+
+
 def test_one_rank_draws_the_same_curve(config_file: Path, uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
     run = tmp_path / "one"
     fastslow("train", config_file, f"train.run_dir={run}", "parallel.zero_stage=0")

@@ -229,3 +229,19 @@ def test_recomputation_changes_nothing(recompute: str, mesh: Mesh) -> None:
         model(tokens, tokens).backward()
     for (name, a), (_, b) in zip(plain.named_parameters(), saving.named_parameters(), strict=True):
         assert torch.equal(a.grad, b.grad), name
+
+
+if torch.cuda.is_available():
+
+    def test_the_slow_path_is_deterministic_on_a_gpu(mesh: Mesh) -> None:
+        """Replicas stay bitwise equal only if the same input gives the same gradient each time."""
+        config = small_config(train={"seq_length": 512}, slow={"num_layers": 2})
+        gradients = []
+        for _ in range(5):
+            model = build_model(config, mesh).cuda()
+            open_gates(model)
+            tokens = tokens_of(config, batch=8).cuda()
+            model(tokens, tokens).backward()
+            gradients.append([p.grad for p in model.exchanges.parameters()])
+        for again in gradients[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(gradients[0], again, strict=True))
