@@ -33,7 +33,7 @@ def train(
     config: ConfigPath,
     overrides: Overrides = None,
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks to start on this machine. Default: one tensor-parallel group.")
+        int | None, typer.Option(min=1, help="Ranks to start on this machine. Default: one tensor-parallel group.")
     ] = None,
     resume: Annotated[
         str, typer.Option(help="auto: the run folder's newest sound checkpoint; never; or a checkpoint's folder.")

@@ -6,32 +6,49 @@ value and where the value came from (the file or the command line).
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import difflib
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from data_pipeline.errors import UserError
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Variant = Literal["dense", "coupled", "frozen", "frozen_slow"]
 
 
 class Section(BaseModel):
     """Base of every section: unknown keys are refused, values are checked on assignment too, no silent casts."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _nothing_in_disguise(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python counts true as 1; YAML 1.1 reads a folder named 2026-01-01 as a date, and 1e9 as text."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        kinds = (kind, *typing.get_args(kind))
+        if isinstance(value, bool) and bool not in kinds:
+            raise PydanticCustomError("disguised", "must not be true or false")
+        if isinstance(value, str) and int in kinds:
+            with contextlib.suppress(ValueError):
+                return float(value)
+        return str(value) if isinstance(value, datetime.date) else value
 
 
 class ModelConfig(Section):
     """The fast path (Llama's words) and the variant."""
 
     variant: Variant = "coupled"
-    vocab_size: int = Field(ge=8)
+    vocab_size: int = Field(ge=8, lt=2**31)
     hidden_size: int = Field(ge=2)
     intermediate_size: int = Field(ge=1)
     num_hidden_layers: int = Field(ge=1)
@@ -76,7 +93,7 @@ class SlowConfig(Section):
     num_attention_heads: int | None = Field(default=None, ge=1)
     num_key_value_heads: int | None = Field(default=None, ge=1)
     phi_intermediate_size: int | None = Field(default=None, ge=1, description="default: 2 x slow.hidden_size")
-    initializer_range: float | Literal["fan_in"] | None = Field(
+    initializer_range: Annotated[float, Field(gt=0)] | Literal["fan_in"] | None = Field(
         default=None, description="a number, fan_in (1/sqrt(fan_in)), or null: the model's own"
     )
     lr_multiplier: float = Field(default=1.0, gt=0)
@@ -101,7 +118,7 @@ class OptimizerConfig(Section):
     """AdamW. Matrices decay; norms, gates and nothing else do not."""
 
     lr: float = Field(default=3e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     grad_clip: float = Field(default=1.0, ge=0, description="largest global gradient norm; 0: no clipping")
@@ -143,7 +160,7 @@ class TrainConfig(Section):
     sanity_every: int = Field(
         default=100, ge=0, description="steps between checks that replicas agree bitwise; 0: only at the start"
     )
-    timeout_seconds: int = Field(default=600, ge=1, description="a rank waits this long for the others")
+    timeout_seconds: int = Field(default=600, ge=1, le=10**7, description="a rank waits this long for the others")
 
     @property
     def tokens_per_step(self) -> int:
@@ -196,6 +213,8 @@ class Config(Section):
     def data_parallel_size(self, world_size: int) -> int:
         """Ranks that see different data. Raises `UserError` where `world_size` ranks cannot run this layout."""
         tp, train = self.parallel.tensor_parallel_size, self.train
+        if world_size < 1:
+            raise UserError(f"the number of ranks must be at least 1 (got {world_size})")
         if world_size % tp:
             raise UserError(
                 f"parallel.tensor_parallel_size must divide the number of ranks (got {tp} for {world_size} ranks)"
@@ -319,13 +338,13 @@ def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
         if not equals or len(parts) != 2 or not all(parts):
             raise UserError(f"override {override!r} must look like section.key=value")
         try:
-            value = yaml.safe_load(text) if text else None
-        except yaml.YAMLError:
+            value = text if _is_path(parts[0], parts[1]) and text != "null" else yaml.safe_load(text) if text else None
+        except (yaml.YAMLError, ValueError, RecursionError):
             raise UserError(f"{key} has a value that is not YAML (got {text!r}) on the command line") from None
         section = tree.setdefault(parts[0], {})
         if not isinstance(section, dict):
             raise UserError(f"{parts[0]} must be a section of keys in {path}")
-        section[parts[1]] = _number(value)
+        section[parts[1]] = value
         given_on_command_line.add(key)
     try:
         return Config.model_validate(tree)
@@ -340,28 +359,21 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"config {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config {path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
-        raise UserError(f"config {path} is not YAML{where}: {getattr(error, 'problem', error)}") from None
+        problem = str(getattr(error, "problem", None) or error).splitlines()[0]
+        raise UserError(f"config {path} is not YAML{where}: {problem}") from None
     if not isinstance(tree, dict):
         raise UserError(f"config {path} must hold sections such as model: and train:")
-    return {
-        str(name): ({str(k): _number(v) for k, v in section.items()} if isinstance(section, dict) else section)
-        for name, section in tree.items()
-    }
+    return {str(name): section for name, section in tree.items()}
 
 
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-3 as text; people mean the number."""
-    if isinstance(value, list):
-        return [_number(item) for item in value]
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+def _is_path(section: str, key: str) -> bool:
+    """Whether this key holds a path, whose text is taken as it stands: runs/007 and 2026-01-01 are names."""
+    owner = Config.model_fields.get(section)
+    field = _fields(owner.annotation).get(key) if owner else None
+    return field is not None and Path in (field.annotation, *typing.get_args(field.annotation))
 
 
 def _one_line(error: ValidationError, path: Path, given_on_command_line: set[str]) -> str:
@@ -375,6 +387,8 @@ def _one_line(error: ValidationError, path: Path, given_on_command_line: set[str
     source = "on the command line" if key in given_on_command_line else f"in {path}"
     if first["type"] == "extra_forbidden":
         return f"{key} is not a known key {source}{_nearest(location)}"
+    if first["type"] == "missing" and len(location) > 2:
+        return f"{key} holds too few values {source}"
     if first["type"] == "missing":
         return f"{key} is missing in {path}"
     limits = {
@@ -385,7 +399,7 @@ def _one_line(error: ValidationError, path: Path, given_on_command_line: set[str
         "literal_error": "must be one of {expected}",
     }
     if first["type"] in limits:
-        rule = limits[first["type"]].format(**context)
+        rule = limits[first["type"]].format(**{k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()})
     elif first["type"] != "value_error":
         rule = rule.replace("Input should be", "must be").replace(", unable to parse string as an integer", "")
         rule = rule.replace(", unable to parse string as a number", "")

@@ -18,7 +18,7 @@ COPIED = ("fastslow_scale", "data_pipeline", "tests", "configs", "pyproject.toml
 
 MODEL = "tests/unit/test_model.py"
 LOSS = "tests/unit/test_loss.py"
-LAYOUTS = "tests/parallel/test_layouts.py::test_float64_gradients_equal_one_process_and_nothing_leaks"
+LAYOUTS = "tests/parallel/test_fuzz.py::test_eight_drawn_cases_equal_the_reference"
 TRAINING = "tests/parallel/test_layouts.py::test_training_through_the_engine_equals_a_plain_loop[2]"
 ENGINE = "tests/parallel/test_engine.py"
 SANITY = "tests/parallel/test_sanity.py"

@@ -176,7 +176,8 @@ def _require_same_model(engine_state: EngineState, reader: CheckpointReader, tp_
     ours, theirs = set(engine_state.parameters), set(reader.names())
     if ours != theirs:
         missing, unknown = sorted(ours - theirs), sorted(theirs - ours)
-        raise UserError(f"{reader.path} is of another model: it lacks {missing[:3]} and has {unknown[:3]}")
+        what = f"it lacks {missing[0]}" if missing else f"it has {unknown[0]}, which this model lacks"
+        raise UserError(f"{reader.path} is of another model: {what}")
     for name in engine_state.parameters:
         shape = _full_shape(name, engine_state, tp_size)
         if shape != reader.shape(name):

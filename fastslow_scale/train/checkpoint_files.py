@@ -58,6 +58,8 @@ def find_checkpoint(folder: Path, resume: str = "auto") -> Found:
     if resume == "never":
         return Found(None, [])
     if resume != "auto":
+        if not Path(resume).is_dir():
+            raise UserError(f"--resume {resume}: no such checkpoint; give auto, never, or a checkpoint's folder")
         verify(Path(resume))
         return Found(Path(resume), [])
     passed_over: list[tuple[Path, str]] = []

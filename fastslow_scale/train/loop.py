@@ -24,7 +24,7 @@ from fastslow_scale.train.checkpoint import load_checkpoint, save_checkpoint
 from fastslow_scale.train.checkpoint_files import Found, find_checkpoint
 from fastslow_scale.train.clock import Clock
 from fastslow_scale.train.engine import Engine, Update
-from fastslow_scale.train.run_folder import keep_tokenizer, open_run_folder
+from fastslow_scale.train.run_folder import open_run_folder, refuse_other_run
 from fastslow_scale.train.schedule import learning_rate
 
 T = TypeVar("T")
@@ -41,10 +41,10 @@ class StepResult:
 
 def train(config: Config, mesh: Mesh, resume: str = "auto", command: str = "") -> None:
     """Train to the last step, from the newest sound checkpoint of the run folder, if there is one."""
-    folder = on_main(mesh, lambda: open_run_folder(config, command))
-    trainer = Trainer(config, mesh, folder)
-    on_main(mesh, lambda: keep_tokenizer(folder, trainer.train_data))
+    on_main(mesh, lambda: refuse_other_run(config))
+    trainer = Trainer(config, mesh)
     notes = trainer.resume(resume)
+    folder = on_main(mesh, lambda: open_run_folder(config, command, trainer.train_data))
     total = config.train.num_steps
     with Monitor(folder, config, trainer.step, total) if mesh.is_main else NullMonitor() as monitor:
         for note in notes:
@@ -57,8 +57,8 @@ def train(config: Config, mesh: Mesh, resume: str = "auto", command: str = "") -
 class Trainer:
     """Model, engine and data of one rank, at a step."""
 
-    def __init__(self, config: Config, mesh: Mesh, folder: Path):
-        self.config, self.mesh, self.folder = config, mesh, folder
+    def __init__(self, config: Config, mesh: Mesh):
+        self.config, self.mesh, self.folder = config, mesh, config.train.run_dir
         self.train_data, self.validation_data = open_data(config)
         torch.use_deterministic_algorithms(config.train.deterministic)
         model = build_model(config, mesh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,12 @@ MAY_CHANGE = {
 PACKAGES = ("torch", "deepspeed", "megatron-core", "webdataset", "sentencepiece", "fastslow-scale")
 
 
-def open_run_folder(config: Config, command: str) -> Path:
+def open_run_folder(config: Config, command: str, data: TokenDataset) -> Path:
     """Make the folder, or take up the one that an earlier start of the same run left.
 
     Raises:
-        UserError: the folder holds a run with another config, or cannot be written.
+        UserError: the folder cannot be written, or the data's tokenizer is missing or another one.
     """
-    refuse_other_run(config)
     folder = config.train.run_dir
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,6 +40,7 @@ def open_run_folder(config: Config, command: str) -> Path:
         (folder / "versions").write_text("".join(f"{line}\n" for line in versions()), encoding="utf-8")
     except OSError as error:
         raise UserError(f"train.run_dir {folder} cannot be written: {error.strerror}") from None
+    keep_tokenizer(folder, data)
     return folder
 
 
@@ -59,9 +60,12 @@ def keep_tokenizer(folder: Path, data: TokenDataset) -> None:
 
 
 def refuse_other_run(config: Config) -> None:
-    """Raise `UserError` where the run folder already holds a run of another config, or one whose config is gone."""
+    """Raise `UserError` where the run folder cannot be, or holds a run of another config or without one."""
     folder = config.train.run_dir
     saved = folder / "config.yaml"
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"train.run_dir {folder} cannot be written: {there} is not a folder one can write to")
     if saved.exists():
         refuse_other_config(saved, load_config(saved), config)
     elif (folder / "checkpoints").exists() or (folder / "metrics.jsonl").exists():

@@ -134,6 +134,19 @@ def test_bad_input_is_one_line(config_file: Path, tmp_path: Path, change: str, w
     assert not run.exists()
 
 
+def test_a_run_folder_that_cannot_be_is_refused(config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "train.run_dir" in refused("train", config_file, f"train.run_dir={tmp_path / 'file'}")
+    assert "train.run_dir" in refused("train", config_file, f"train.run_dir={tmp_path / 'file' / 'run'}")
+
+
+def test_resuming_from_nothing_is_refused_and_leaves_nothing(config_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    line = refused("train", config_file, f"train.run_dir={run}", "--resume", "nonsense")
+    assert "--resume nonsense" in line
+    assert not run.exists()
+
+
 def test_ranks_that_do_not_fit_are_refused(config_file: Path, tmp_path: Path) -> None:
     line = refused("train", config_file, *TWO_RANKS, f"train.run_dir={tmp_path}", "--nproc", 3)
     assert "parallel.tensor_parallel_size must divide the number of ranks (got 2 for 3 ranks)" in line

@@ -47,6 +47,12 @@ TINY = CONFIGS / "tiny.yaml"
         ),
         (["train.max_steps=null"], "train.max_steps must be given, or train.total_tokens"),
         (["schedule.warmup_tokens=5"], "schedule.warmup_tokens must not be given together with schedule.warmup_steps"),
+        (["optimizer.betas=[0.9]"], "optimizer.betas holds too few values on the command line"),
+        (["optimizer.betas=[2,3]"], "optimizer.betas must be less than 1 (got 2) on the command line"),
+        (["optimizer.lr=inf"], "optimizer.lr must be a finite number (got inf) on the command line"),
+        (["slow.initializer_range=-1"], "slow.initializer_range must be greater than 0 (got -1) on the command line"),
+        (["train.seed=true"], "train.seed must not be true or false (got True) on the command line"),
+        (["train.max_steps=2020-99-99"], "train.max_steps has a value that is not YAML"),
         (["optimizer.lr"], "override 'optimizer.lr' must look like section.key=value"),
         (["optimizer.lr=[1"], "optimizer.lr has a value that is not YAML"),
     ],
@@ -65,6 +71,9 @@ def test_refused_in_one_line(overrides: list[str], line: str) -> None:
         ("- a", "must hold sections such as model: and train:"),
         ("model: 3\ntrain: {}", "model must be"),
         ("train: {seq_length: 8}", "model is missing in"),
+        ("model: 2020-99-99", "is not YAML: month must be in"),
+        ("[" * 3000, "is not YAML"),
+        ("model: \x01", "is not YAML"),
         ("!!python/object/apply:os.system ['true']", "is not YAML"),
     ],
 )
@@ -88,6 +97,11 @@ def test_the_resolved_tree_loads_as_itself(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml())
     assert load_config(path) == config
+
+
+@pytest.mark.parametrize("name", ["007", "2026-01-01", "5", "1e5", "yes"])
+def test_paths_are_taken_as_they_stand(name: str) -> None:
+    assert load_config(TINY, [f"train.run_dir={name}"]).train.run_dir == Path(name)
 
 
 def test_slow_sizes_follow_the_fast_path() -> None:
