@@ -59,8 +59,8 @@ def test_bf16_sums_over_micro_batches_in_fp32(zero: int) -> None:
         (variant("coupled", dtype="bf16", global_batch_size=2 * count), Layout(1, False, zero)) for count in (16, 256)
     ]
     few, many = run_ranks(1, accumulated_gradient, cases, timeout=200)[0]
-    assert few < 5e-3
-    assert many < 5e-3
+    assert few < 0.015
+    assert many < 1.3 * few
 
 
 def test_a_broken_gradient_on_one_rank_changes_no_weight_on_any() -> None:

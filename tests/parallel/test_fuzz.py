@@ -62,7 +62,8 @@ def compare_drawn(seed: int, count: int) -> None:
 
 
 def test_eight_drawn_cases_equal_the_reference() -> None:
-    compare_drawn(seed=1, count=8)
+    # A seed that draws every kind of layout: with few cases that is not a matter of course.
+    compare_drawn(seed=31, count=8)
 
 
 @pytest.mark.slow
