@@ -62,7 +62,7 @@ def engine_layouts(world_size: int) -> list[Layout]:
 @pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_training_through_the_engine_equals_a_plain_loop(world_size: int) -> None:
     layouts = engine_layouts(world_size)
-    ranks = run_ranks(world_size, train_through_engine, [(TRAINED, layout) for layout in layouts], STEPS, timeout=600)
+    ranks = run_ranks(world_size, train_through_engine, [(TRAINED, layout) for layout in layouts], STEPS, timeout=900)
     expected = train_plainly(TRAINED, STEPS)
     assert max(expected["norms"]) > TRAINED.optimizer.grad_clip, "clipping must be active"
     for rank, results in enumerate(ranks):
