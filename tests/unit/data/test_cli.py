@@ -11,8 +11,9 @@ import pytest
 
 from data_pipeline.cli import main
 from data_pipeline.demo import chapters, find_corpus
+from data_pipeline.documents import iter_documents
 from data_pipeline.index import Manifest
-from data_pipeline.stream import TokenDataset, iter_documents
+from data_pipeline.stream import TokenDataset
 
 pytestmark = pytest.mark.unit
 

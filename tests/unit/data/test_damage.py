@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_pipeline.documents import iter_documents
 from data_pipeline.errors import UserError
 from data_pipeline.index import Manifest
-from data_pipeline.stream import TokenDataset, iter_documents
+from data_pipeline.stream import TokenDataset
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from data_pipeline.verify import find_damage
 

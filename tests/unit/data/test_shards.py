@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import webdataset
 
+from data_pipeline.documents import iter_documents
 from data_pipeline.errors import UserError
 from data_pipeline.files import building
 from data_pipeline.index import DOCUMENT_DTYPE, Manifest, load_table
 from data_pipeline.inputs import Document
 from data_pipeline.packing import split_and_shuffle
 from data_pipeline.shards import write_data_folder
-from data_pipeline.stream import iter_documents
 from data_pipeline.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.unit
