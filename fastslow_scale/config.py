@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from data_pipeline.errors import UserError
+from data_pipeline.folder import is_url
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Variant = Literal["dense", "coupled", "frozen", "frozen_slow"]
@@ -136,11 +137,37 @@ class ScheduleConfig(Section):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
 
 
+def _normal_location(location: str | None) -> str | None:
+    """A path in its shortest form, so that data/x and data/x/ are one; URLs as they stand."""
+    return location if location is None or is_url(location) else str(Path(location))
+
+
+class SourceConfig(Section):
+    """One of several data folders; weights are relative to their sum."""
+
+    path: str
+    weight: float = Field(default=1.0, gt=0)
+    name: str | None = Field(default=None, pattern=r"^[\w.-]+$", description="default: the last part of the path")
+
+    _normal = field_validator("path")(_normal_location)
+
+
 class DataConfig(Section):
-    path: Path | None = Field(default=None, description="a folder written by `fastslow data shard`")
+    path: str | None = Field(default=None, description="a folder written by `fastslow data shard`, or its URL")
+    sources: list[SourceConfig] = Field(default=[], description="instead of path: folders to mix by their weights")
     num_workers: int = Field(
         default=0, ge=0, description="reader processes of each rank; 0: read in the training process"
     )
+    reset_at_document: bool = Field(
+        default=False, description="attention, blocks and feedback never reach from one document into another"
+    )
+    on_error: Literal["stop", "skip"] = Field(
+        default="stop", description="a damaged member ends the run, or is replaced by another and counted"
+    )
+    cache_dir: Path = Field(default=Path("data/cache"), description="where the shards of URLs are kept")
+    cache_gb: float = Field(default=100.0, gt=0, description="the most that all shards in cache_dir may take")
+
+    _normal = field_validator("path")(_normal_location)
 
 
 class TrainConfig(Section):
@@ -307,6 +334,8 @@ def _broken_rules(config: Config) -> Iterable[tuple[str, Any, str]]:
             0,
             "must be 1, 2 or 3 with train.dtype = bf16 (DeepSpeed's bf16 ZeRO-0 computes a wrong norm)",
         )
+    if config.data.path is not None and config.data.sources:
+        yield "data.sources", config.data.path, "must not be given together with data.path"
     if train.max_steps is None and train.total_tokens is None:
         yield "train.max_steps", None, "must be given, or train.total_tokens"
     elif config.schedule.warmup_steps is not None and config.schedule.warmup_tokens is not None:
@@ -370,27 +399,28 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _is_path(section: str, key: str) -> bool:
-    """Whether this key holds a path, whose text is taken as it stands: runs/007 and 2026-01-01 are names."""
+    """Whether this key holds a path or URL, whose text is taken as it stands: runs/007 and 2026-01-01 are names."""
     owner = Config.model_fields.get(section)
     field = _fields(owner.annotation).get(key) if owner else None
-    return field is not None and Path in (field.annotation, *typing.get_args(field.annotation))
+    return field is not None and bool({Path, str} & {field.annotation, *typing.get_args(field.annotation)})
 
 
 def _one_line(error: ValidationError, path: Path, given_on_command_line: set[str]) -> str:
     """Turn pydantic's first error into `key what (got value) in file`."""
     first = next((e for e in error.errors() if e["type"] == "extra_forbidden"), error.errors()[0])
     location = [str(part) for part in first["loc"]]
-    key, value, rule = ".".join(location[:2]), first["input"], first["msg"]
+    depth = 2 if len(location) < 4 else 4  # data.sources.0.weight is a key, optimizer.betas.0 a part of a value
+    key, value, rule = ".".join(location[:depth]), first["input"], first["msg"]
     context = first.get("ctx", {})
     if first["type"] == "value_error" and "|" in rule:
         key, value, rule = rule.removeprefix("Value error, ").split("|", 2)
-    source = "on the command line" if key in given_on_command_line else f"in {path}"
+    source = "on the command line" if ".".join(key.split(".")[:2]) in given_on_command_line else f"in {path}"
     if first["type"] == "extra_forbidden":
         return f"{key} is not a known key {source}{_nearest(location)}"
-    if first["type"] == "missing" and len(location) > 2:
+    if first["type"] == "missing" and len(location) == 3:
         return f"{key} holds too few values {source}"
     if first["type"] == "missing":
-        return f"{key} is missing in {path}"
+        return f"{key} is missing {source}"
     limits = {
         "greater_than_equal": "must be at least {ge}",
         "greater_than": "must be greater than {gt}",
@@ -416,7 +446,9 @@ def _nearest(location: list[str]) -> str:
         prefix = ""
     else:
         known = typing.cast(type[BaseModel], sections[location[0]].annotation).model_fields
-        prefix = location[0] + "."
+        if len(location) == 4:
+            known = typing.get_args(known[location[1]].annotation)[0].model_fields
+        prefix = ".".join(location[:-1]) + "."
     match = difflib.get_close_matches(location[-1], list(known), n=1, cutoff=0.5)
     if not match:
         owners = [name for name, field in sections.items() if location[-1] in _fields(field.annotation)]

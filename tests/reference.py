@@ -56,7 +56,18 @@ def split_gate_up(fused, kv_heads):
     return torch.cat(gate), torch.cat(up)
 
 
-def layer(w: Weights, name, x, heads, kv_heads, eps, theta, window):
+def documents_of(tokens, eos_id):
+    """[B, T]: the number of end marks up to each token, itself included."""
+    ids, row_count = torch.zeros_like(tokens), tokens.shape[0]
+    for row in range(row_count):
+        number = 0
+        for t in range(tokens.shape[1]):
+            number += int(tokens[row, t] == eos_id)
+            ids[row, t] = number
+    return ids
+
+
+def layer(w: Weights, name, x, heads, kv_heads, eps, theta, window, documents):
     batch, length, size = x.shape
     d = size // heads
     h = rms_norm(x, w[f"{name}.input_layernorm.weight"], eps)
@@ -71,6 +82,8 @@ def layer(w: Weights, name, x, heads, kv_heads, eps, theta, window):
         for head in range(heads):
             group = head // (heads // kv_heads)
             scores = (k[:, first : t + 1, group] * q[:, t : t + 1, head]).sum(-1) / math.sqrt(d)
+            if documents is not None:
+                scores[documents[:, first : t + 1] != documents[:, t : t + 1]] = -math.inf
             share = torch.exp(scores - scores.max(-1, keepdim=True).values)
             share = share / share.sum(-1, keepdim=True)
             per_head.append((share.unsqueeze(-1) * v[:, first : t + 1, group]).sum(1))
@@ -81,40 +94,60 @@ def layer(w: Weights, name, x, heads, kv_heads, eps, theta, window):
     return x + (silu(h @ gate.T) * (h @ up.T)) @ w[f"{name}.mlp.down_proj.weight"].T
 
 
-def exchange(w: Weights, name, x, y, config):
+def exchange(w: Weights, name, x, y, config, documents):
     slow, eps, theta = config.slow, config.model.rms_norm_eps, config.model.rope_theta
     size = slow.pool_size
     blocks = x.shape[1] // size
     p = torch.stack([x[:, b * size : (b + 1) * size].sum(1) / size for b in range(blocks)], 1)
+    owners = None
+    if documents is not None:
+        owners = torch.stack([documents[:, (b + 1) * size - 1] for b in range(blocks)], 1)
+        p = torch.stack([torch.stack(own_means(x[row], documents[row], size)) for row in range(x.shape[0])])
     entered = rms_norm(p, w[f"{name}.pool_norm.weight"], eps) @ w[f"{name}.pool_proj.weight"].T
     y = entered if y is None else y + entered
     for j in range(slow.num_layers):
         heads, kv_heads = slow.num_attention_heads, slow.num_key_value_heads
-        y = layer(w, f"{name}.slow_layers.{j}", y, heads, kv_heads, eps, theta, None)
+        y = layer(w, f"{name}.slow_layers.{j}", y, heads, kv_heads, eps, theta, None, owners)
     h = rms_norm(y, w[f"{name}.phi_norm.weight"], eps)
     c = w[f"{name}.gate"] * (silu(h @ w[f"{name}.phi_up.weight"].T) @ w[f"{name}.phi_down.weight"].T)
-    tokens = [x[:, t] if t < size else x[:, t] + c[:, t // size - 1] for t in range(x.shape[1])]
-    return torch.stack(tokens, 1), y
+    if owners is None:
+        tokens = [x[:, t] if t < size else x[:, t] + c[:, t // size - 1] for t in range(x.shape[1])]
+        return torch.stack(tokens, 1), y
+    rows = []
+    for row in range(x.shape[0]):
+        served = [t >= size and owners[row, t // size - 1] == documents[row, t] for t in range(x.shape[1])]
+        own = [x[row, t] + c[row, t // size - 1] if served[t] else x[row, t] for t in range(x.shape[1])]
+        rows.append(torch.stack(own))
+    return torch.stack(rows), y
 
 
-def logits(w: Weights, config, tokens: torch.Tensor) -> torch.Tensor:
-    """[B, T] -> [B, T, vocab_size]."""
+def own_means(x, documents, size):
+    """Of each complete block, the mean over the tokens of its last token's document. x [T, D], documents [T]."""
+    means = []
+    for last in range(size - 1, x.shape[0], size):
+        own = [x[t] for t in range(last - size + 1, last + 1) if documents[t] == documents[last]]
+        means.append(sum(own) / len(own))
+    return means
+
+
+def logits(w: Weights, config, tokens: torch.Tensor, documents=None) -> torch.Tensor:
+    """[B, T] -> [B, T, vocab_size]. documents [B, T]: what must not see each other has different numbers."""
     model, slow = config.model, config.slow
     x, y = w["embed_tokens.weight"][tokens], None
     for i in range(model.num_hidden_layers):
         heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
         window = model.attention_window
-        x = layer(w, f"layers.{i}", x, heads, kv_heads, model.rms_norm_eps, model.rope_theta, window)
+        x = layer(w, f"layers.{i}", x, heads, kv_heads, model.rms_norm_eps, model.rope_theta, window, documents)
         if model.variant != "dense" and i + 1 in slow.exchange_after and tokens.shape[1] > slow.pool_size:
-            x, y = exchange(w, f"exchanges.{slow.exchange_after.index(i + 1)}", x, y, config)
+            x, y = exchange(w, f"exchanges.{slow.exchange_after.index(i + 1)}", x, y, config, documents)
     x = rms_norm(x, w["norm.weight"], model.rms_norm_eps)
     head = w["embed_tokens.weight"] if model.tie_word_embeddings else w["lm_head.weight"]
     return (x @ head.T)[..., : model.vocab_size]
 
 
-def loss_sum(w: Weights, config, tokens, labels) -> torch.Tensor:
+def loss_sum(w: Weights, config, tokens, labels, documents=None) -> torch.Tensor:
     """Sum of -log p(label) over the labels that are not negative."""
-    z = logits(w, config, tokens)
+    z = logits(w, config, tokens, documents)
     z = z - z.max(-1, keepdim=True).values
     log_p = z - torch.log(torch.exp(z).sum(-1, keepdim=True))
     valid = labels >= 0

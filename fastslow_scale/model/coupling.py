@@ -10,6 +10,7 @@ from torch import nn
 
 from fastslow_scale.config import ModelConfig, SlowConfig
 from fastslow_scale.model.attention import Attend
+from fastslow_scale.model.documents import BlockDocuments
 from fastslow_scale.model.layers import Recompute, Rope
 from fastslow_scale.model.slow_path import SlowPath
 from fastslow_scale.parallel.collectives import Group, pool, spread
@@ -23,11 +24,13 @@ class Tokens:
         total: T, the sequence's own length; padding after it belongs to no block.
         first: number of this rank's first token (0 without sequence parallelism).
         group: the ranks that hold the others, or None where every rank holds all.
+        documents: which of them may meet in a block, or None where all may.
     """
 
     total: int
     first: int
     group: Group
+    documents: BlockDocuments | None = None
 
 
 class Exchange(SlowPath):
@@ -39,6 +42,8 @@ class Exchange(SlowPath):
     x_t = x_t + c_{t // P - 1}                                  spread: each rank serves its own tokens
 
     The shift by one block keeps the model causal: block b's mean holds tokens that the tokens of block b may not see.
+    Where documents are kept apart, the mean is over the tokens of the block's own document (its last token's), slow
+    attention and c stay within it.
 
     While `measure` is on, `energy` holds the squared norms of this rank's c and x and of the gate, [3], and `state` the
     slow state y.
@@ -58,10 +63,17 @@ class Exchange(SlowPath):
         self, x: torch.Tensor, y: torch.Tensor | None, tokens: Tokens, rope: Rope
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [t, B, D] (this rank's tokens) and y [S, B, D_slow] or None -> the new x and y."""
-        num_blocks = tokens.total // self.pool_size
-        p = pool(x, self.pool_size, num_blocks, tokens.first, tokens.group)
-        c, y = self.answer(p, y, rope)
+        num_blocks, documents = tokens.total // self.pool_size, tokens.documents
+        if documents is None:
+            p = pool(x, self.pool_size, num_blocks, tokens.first, tokens.group)
+            c, y = self.answer(p, y, rope)
+        else:
+            p = pool(x * documents.pooled, self.pool_size, num_blocks, tokens.first, tokens.group)
+            attends = [documents.blocks.attend] * len(self.slow_layers)
+            c, y = self.answer(p * self.pool_size / documents.counted, y, rope, attends)
         own = spread(c, self.pool_size, x.shape[0], tokens.first, tokens.group)
+        if documents is not None:
+            own = own * documents.served
         if self.measure:
             self.energy = torch.stack([t.detach().float().square().sum() for t in (own, x, self.gate)])
             self.state = y.detach()

@@ -14,8 +14,9 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import nn
 
 from fastslow_scale.config import Config, ParallelConfig
-from fastslow_scale.model.attention import rope_table
+from fastslow_scale.model.attention import causal_attention, rope_table
 from fastslow_scale.model.coupling import Exchange, Tokens
+from fastslow_scale.model.documents import BlockDocuments, Documents
 from fastslow_scale.model.init import InitScheme
 from fastslow_scale.model.layers import Layer, Rope
 from fastslow_scale.model.linear import TensorParallelLinears
@@ -65,25 +66,30 @@ class FastSlowModel(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         freeze(self.exchanges, model.variant)
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Sum of the losses of all tokens whose label is not IGNORE. tokens, labels: [B, T] ids -> scalar."""
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+        """Sum of the losses of all tokens whose label is not IGNORE. tokens, labels: [B, T] ids -> scalar.
+
+        documents: keep them apart; None: the whole row is one.
+        """
         padding = self.hidden_length(tokens.shape[1]) - tokens.shape[1]
         labels = F.pad(labels, (0, padding), value=IGNORE).t()
-        return self.lm_head(self.hidden(tokens), labels.reshape(-1))
+        return self.lm_head(self.hidden(tokens, documents), labels.reshape(-1))
 
-    def token_losses(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def token_losses(
+        self, tokens: torch.Tensor, labels: torch.Tensor, documents: Documents | None = None
+    ) -> torch.Tensor:
         """The loss of every token, without gradients: [B, T] and [B, T] -> [B, T]."""
         batch, length = tokens.shape
         padding = self.hidden_length(length) - length
         flat = F.pad(labels, (0, padding), value=IGNORE).t().reshape(-1)
-        losses = self.lm_head.token_losses(self.hidden(tokens), flat)
+        losses = self.lm_head.token_losses(self.hidden(tokens, documents), flat)
         return losses.view(-1, batch).t()[:, :length]
 
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+    def logits(self, tokens: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Logits of the whole vocabulary, padding removed: [B, T] -> [B, T, vocab_size], on every rank."""
-        return self.lm_head.logits(self.hidden(tokens)).transpose(0, 1)[:, : tokens.shape[1]]
+        return self.lm_head.logits(self.hidden(tokens, documents)).transpose(0, 1)[:, : tokens.shape[1]]
 
-    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+    def hidden(self, tokens: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """The normed output of the last layer: [B, T] -> [t, B, D], t = this rank's tokens, padding included."""
         length = tokens.shape[1]
         padded = self.hidden_length(length)
@@ -91,13 +97,20 @@ class FastSlowModel(nn.Module):
         if not self.sequence_parallel:
             x = x.transpose(0, 1).contiguous()
         first = x.shape[0] * self.mesh.tp_rank if self.sequence_parallel else 0
-        span = Tokens(length, first, self.mesh.tp_group if self.sequence_parallel else None)
+        group = self.mesh.tp_group if self.sequence_parallel else None
+        slow_rope = self._slow_rope(length, x)
+        attend, apart = causal_attention, None
+        if documents is not None:
+            documents = documents.padded(padded)
+            attend = documents.attend
+            if slow_rope is not None:
+                apart = BlockDocuments.of(documents, self.config.slow.pool_size, length, first, x.shape[0])
+        span = Tokens(length, first, group, apart)
 
         rope = rope_table(padded, self.config.model.head_dim, self.config.model.rope_theta, like=x)
-        slow_rope = self._slow_rope(length, x)
         y = None
         for number, layer in enumerate(self.layers, start=1):
-            x = layer(x, rope)
+            x = layer(x, rope, attend)
             if number in self.exchange_at and slow_rope is not None:
                 x, y = self.exchanges[self.exchange_at[number]](x, y, span, slow_rope)
         return self.norm(x)

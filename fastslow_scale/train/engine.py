@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastslow_scale.config import Config
+from fastslow_scale.model.documents import Documents
 from fastslow_scale.parallel.mesh import DeepSpeedMpu, Mesh
 from fastslow_scale.parallel.sharing import sharded_dim
 from fastslow_scale.train.optimizer import build_optimizer
@@ -59,9 +60,9 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """The summed loss of one micro-batch, [B, T] and [B, T] -> scalar."""
-        return self.deepspeed(tokens, labels)
+        return self.deepspeed(tokens, labels, documents)
 
     def backward(self, loss_sum: torch.Tensor, valid_tokens: torch.Tensor) -> Update | None:
         """Add a micro-batch's gradient of the step's mean loss; after the last one, clip and update.

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from data_pipeline.batches import step_batches
 from data_pipeline.errors import UserError
-from data_pipeline.stream import step_batches
 from fastslow_scale.config import Config
+from fastslow_scale.model.documents import Documents
 from fastslow_scale.model.model import build_model
 from fastslow_scale.monitor import Monitor, NullMonitor
 from fastslow_scale.parallel.ledger import Ledger
@@ -23,6 +24,7 @@ from fastslow_scale.train.batch import count_valid, inputs_and_labels, open_data
 from fastslow_scale.train.checkpoint import load_checkpoint, save_checkpoint
 from fastslow_scale.train.checkpoint_files import Found, find_checkpoint
 from fastslow_scale.train.clock import Clock
+from fastslow_scale.train.data_log import DataLog
 from fastslow_scale.train.engine import Engine, Update
 from fastslow_scale.train.run_folder import open_run_folder, refuse_other_run
 from fastslow_scale.train.schedule import learning_rate
@@ -60,6 +62,7 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh):
         self.config, self.mesh, self.folder = config, mesh, config.train.run_dir
         self.train_data, self.validation_data = open_data(config)
+        self.data_log = DataLog(config, (self.train_data, self.validation_data))
         torch.use_deterministic_algorithms(config.train.deterministic)
         model = build_model(config, mesh)
         check_declarations(model)
@@ -85,7 +88,10 @@ class Trainer:
             if not result.update.applied:
                 monitor.message(f"step {number}: the gradient norm is not finite; no weight was changed")
             if logged:
-                monitor.log_step(self.record(result) | clock.read())
+                skipped, lines = self.data_log.skipped()
+                for line in lines:
+                    monitor.message(f"warning: replaced by another member: {line}")
+                monitor.log_step(self.record(result) | self.data_log.tokens(self.step) | skipped | clock.read())
             with clock.stopped():
                 if checked:
                     self.check_replicas()
@@ -105,7 +111,8 @@ class Trainer:
         loss, update = torch.zeros((), device=self.mesh.device), None
         size = self.config.train.micro_batch_size
         for tokens, targets in zip(inputs.split(size), labels.split(size), strict=True):
-            loss_sum = self.engine.forward(tokens.to(self.mesh.device), targets.to(self.mesh.device))
+            tokens = tokens.to(self.mesh.device)
+            loss_sum = self.engine.forward(tokens, targets.to(self.mesh.device), self.documents(tokens))
             update = self.engine.backward(loss_sum, valid_tokens)
             loss += loss_sum.detach()
         assert update is not None, "the last micro-batch ends the step"
@@ -162,9 +169,14 @@ class Trainer:
         loss = torch.zeros((), device=self.mesh.device)
         size = self.config.train.micro_batch_size
         for tokens, targets in zip(inputs.split(size), labels.split(size), strict=True):
-            loss += self.engine.model(tokens.to(self.mesh.device), targets.to(self.mesh.device))
+            tokens = tokens.to(self.mesh.device)
+            loss += self.engine.model(tokens, targets.to(self.mesh.device), self.documents(tokens))
         dist.all_reduce(loss, group=self.mesh.dp_group)
         return (loss / count_valid(labels, self.mesh)).item()
+
+    def documents(self, tokens: torch.Tensor) -> Documents | None:
+        """What keeps the documents of rows [B, T] apart, where the config wants that."""
+        return Documents.of_tokens(tokens, self.train_data.eos_id) if self.config.data.reset_at_document else None
 
     def batches(self) -> Iterator[torch.Tensor]:
         """This rank's rows of each global batch from the current step on, [rows, T + 1]."""
@@ -177,6 +189,7 @@ class Trainer:
             dp_rank=self.mesh.dp_rank,
             dp_size=self.mesh.dp_size,
             num_workers=self.config.data.num_workers,
+            on_skip=self.data_log.on_skip,
         )
 
     def save(self) -> Path:
@@ -205,7 +218,7 @@ class Trainer:
             return notes
         restored = load_checkpoint(self.engine.deepspeed, self.mesh, found.path)
         if restored.state["data_fingerprint"] != self.train_data.fingerprint:
-            raise UserError(f"{found.path} was trained on other data than {self.train_data.path}")
+            raise UserError(f"{found.path} was trained on other data than {self.train_data.location}")
         if restored.rank_state is not None:
             torch.set_rng_state(restored.rank_state["torch_rng"])
         self.step = int(restored.state["step"])

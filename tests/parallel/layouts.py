@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fastslow_scale.config import Config
+from fastslow_scale.model.documents import Documents
 from fastslow_scale.model.loss import IGNORE
 from fastslow_scale.model.model import FastSlowModel, build_model
 from fastslow_scale.parallel.mesh import Mesh, build_mesh, start_process_group
@@ -20,6 +21,8 @@ from fastslow_scale.train.engine import Engine, Update
 from fastslow_scale.train.optimizer import parameter_groups
 from fastslow_scale.train.zero_fragments import EngineState
 from tests import reference
+
+EOS = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,12 @@ def _compare(config: Config, mesh: Mesh) -> dict[str, float]:
     rows = tokens_of(config, batch=2, seed=1)
     tokens, labels = rows[:, :-1], rows[:, 1:].clone()
     labels[0, 2:4] = -100
-    loss = model(tokens, labels)
+    documents = None
+    if config.data.reset_at_document:
+        ends = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(2)) < 0.2
+        tokens = tokens.clamp(min=1).masked_fill(ends, EOS)
+        documents = Documents.of_tokens(tokens, EOS)
+    loss = model(tokens, labels, documents)
     loss.backward()
     names = dict(model.named_parameters())
     weights = {name: whole(p.detach(), p, mesh).clone() for name, p in names.items()}
@@ -105,7 +113,8 @@ def reference_gradients(
 ) -> dict[str, torch.Tensor]:
     """The loss and the gradient of every weight that the variant trains, from the maths alone."""
     weights = {name: weight.requires_grad_() for name, weight in weights.items()}
-    loss = reference.loss_sum(weights, config, tokens, labels)
+    numbers = reference.documents_of(tokens, EOS) if config.data.reset_at_document else None
+    loss = reference.loss_sum(weights, config, tokens, labels, numbers)
     loss.backward()
     held = {"frozen": ("exchanges.",), "frozen_slow": ("exchanges.",)}.get(config.model.variant, ())
     learning = (".gate", ".phi_down.weight") if config.model.variant == "frozen_slow" else ()
@@ -117,13 +126,17 @@ def _leak(model: FastSlowModel, tokens: torch.Tensor, config: Config) -> float:
     """The most that logits change before the place from which on the tokens change."""
     size, length = config.slow.pool_size, tokens.shape[1]
     prefixes = {1, 3, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1, 3 * size, length - 1}
+
+    def logits(of: torch.Tensor) -> torch.Tensor:
+        return model.logits(of, Documents.of_tokens(of, EOS) if config.data.reset_at_document else None)
+
     with torch.no_grad():
-        before = model.logits(tokens)
+        before = logits(tokens)
         worst = 0.0
         for prefix in sorted(p for p in prefixes if 0 < p < length):
             changed = tokens.clone()
             changed[:, prefix:] = (changed[:, prefix:] + 7) % config.model.vocab_size
-            difference = (model.logits(changed) - before)[:, :prefix]
+            difference = (logits(changed) - before)[:, :prefix]
             worst = max(worst, difference.abs().max().item())
     return worst
 

@@ -24,6 +24,7 @@ SHAPES = {
     "odd vocabulary, tied": small_config(
         model=FOUR_HEADS | {"vocab_size": 37, "vocab_multiple": 4, "tie_word_embeddings": True}
     ),
+    "documents": small_config(model=FOUR_HEADS, train={"seq_length": 17}, data={"reset_at_document": True}),
     "frozen_slow": small_config(model=FOUR_HEADS | {"variant": "frozen_slow"}),
 }
 TENSOR_PARALLEL = [Layout(tp=tp, sp=sp) for tp in (1, 2, 4) for sp in (False, True) if tp > 1 or not sp]

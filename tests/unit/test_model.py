@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastslow_scale.config import Config
+from fastslow_scale.model.documents import Documents
 from fastslow_scale.model.model import FastSlowModel, build_model
 from fastslow_scale.parallel.mesh import Mesh, single_process_mesh
 from tests import reference
@@ -33,6 +34,16 @@ def tokens_of(config: Config, length: int | None = None, batch: int = 2, seed: i
     return torch.randint(0, config.model.vocab_size, (batch, length or config.train.seq_length), generator=generator)
 
 
+EOS = 0
+APART = {"reset_at_document": True}
+
+
+def with_documents(tokens: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """About every fifth token becomes the end of a document."""
+    ends = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed)) < 0.2
+    return tokens.clamp(min=1).masked_fill(ends, EOS)
+
+
 SHAPES = {
     "base": small_config(),
     "one exchange at the end": small_config(slow={"exchange_after": [3]}),
@@ -53,6 +64,10 @@ SHAPES = {
     "tied embeddings": small_config(model={"tie_word_embeddings": True}),
     "odd vocabulary": small_config(model={"vocab_size": 57, "vocab_multiple": 16}),
     "dense": small_config(model={"variant": "dense"}),
+    "documents": small_config(data=APART),
+    "documents, three exchanges": small_config(data=APART, slow={"exchange_after": [1, 2, 3], "pool_size": 3}),
+    "documents, window": small_config(data=APART, model={"attention_window": 3}),
+    "documents, dense": small_config(data=APART, model={"variant": "dense"}),
 }
 
 
@@ -63,11 +78,16 @@ def test_logits_and_gradients_equal_the_float64_reference(config: Config, mesh: 
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     tokens, labels = tokens_of(config), tokens_of(config, seed=1)
     labels[0, 3:5] = -100
+    documents, numbers = None, None
+    if config.data.reset_at_document:
+        tokens = with_documents(tokens)
+        documents, numbers = Documents.of_tokens(tokens, EOS), reference.documents_of(tokens, EOS)
 
-    expected = reference.logits(weights, config, tokens)
-    torch.testing.assert_close(model.logits(tokens), expected, rtol=1e-11, atol=1e-11)
+    expected = reference.logits(weights, config, tokens, numbers)
+    torch.testing.assert_close(model.logits(tokens, documents), expected, rtol=1e-11, atol=1e-11)
 
-    loss, expected_loss = model(tokens, labels), reference.loss_sum(weights, config, tokens, labels)
+    loss = model(tokens, labels, documents)
+    expected_loss = reference.loss_sum(weights, config, tokens, labels, numbers)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
     loss.backward()
     expected_loss.backward()
@@ -88,6 +108,38 @@ def test_what_follows_never_changes_what_came_before(pool_size: int, window: int
         changed = tokens.clone()
         changed[:, prefix:] = (changed[:, prefix:] + 7) % config.model.vocab_size
         torch.testing.assert_close(model.logits(changed)[:, :prefix], before[:, :prefix], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("pool_size", [2, 3, 5])
+def test_a_document_knows_nothing_of_the_others(pool_size: int, window: int | None, mesh: Mesh) -> None:
+    """At every prefix of every document: what is not of this document, or follows, changes nothing."""
+    config = small_config(slow={"pool_size": pool_size}, model={"attention_window": window}, data=APART)
+    model = build_model(config, mesh, torch.float64)
+    open_gates(model)
+    tokens = tokens_of(config, 24, batch=1).clamp(min=1)
+    starts = [0, 1, 2, 7, 15, 16]
+    tokens[0, starts[1:]] = EOS
+    before = model.logits(tokens, Documents.of_tokens(tokens, EOS))
+    for start, stop in zip(starts, [*starts[1:], tokens.shape[1]], strict=True):
+        for prefix in range(start + 1, stop + 1):
+            kept = torch.zeros_like(tokens, dtype=torch.bool)
+            kept[:, start:prefix] = True
+            changed = tokens.where(kept | (tokens == EOS), tokens % (config.model.vocab_size - 1) + 1)
+            after = model.logits(changed, Documents.of_tokens(changed, EOS))
+            assert (changed != tokens).any()
+            torch.testing.assert_close(after[:, start:prefix], before[:, start:prefix], rtol=0, atol=1e-13)
+
+
+def test_a_document_that_begins_on_the_grid_is_as_though_alone(mesh: Mesh) -> None:
+    config = small_config(data=APART)
+    model = build_model(config, mesh, torch.float64)
+    open_gates(model)
+    tokens = tokens_of(config, 40).clamp(min=1)
+    start = 5 * config.slow.pool_size
+    tokens[:, start] = EOS
+    together = model.logits(tokens, Documents.of_tokens(tokens, EOS))[:, start:]
+    torch.testing.assert_close(together, model.logits(tokens[:, start:]), rtol=1e-11, atol=1e-12)
 
 
 def test_the_open_gate_reaches_every_token_after_the_first_block(mesh: Mesh) -> None:
