@@ -115,6 +115,23 @@ class SampleOrder:
             position += len(part)
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
+    def window(self, position: int) -> tuple[int, int]:
+        """Epoch, and window within it, in which a position stands."""
+        epoch, within = divmod(position, self.num_samples)
+        self._enter(epoch)
+        return epoch, self._window_at(within)
+
+    def members_ahead(self, epoch: int, window: int) -> Int64s:
+        """The members of a window and of the one after it."""
+        self._enter(epoch)
+        first = window * self._window_members
+        count = min(2 * self._window_members, self._num_members - first)
+        members = self._members.forward(np.arange(first, first + count))
+        if first + 2 * self._window_members <= self._num_members:
+            return members
+        self._enter(epoch + 1)
+        return np.concatenate((members, self._members.forward(np.arange(min(self._window_members, self._num_members)))))
+
     def _enter(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._epoch = epoch

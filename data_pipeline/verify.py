@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -12,8 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.errors import UserError
+from data_pipeline.errors import DamagedError, UserError
 from data_pipeline.files import sha256_of
+from data_pipeline.folder import DataFolder, LocalFolder
 from data_pipeline.index import (
     DOCUMENT_DTYPE,
     DOCUMENTS_NAME,
@@ -24,38 +26,54 @@ from data_pipeline.index import (
     load_table,
     member_name,
 )
-from data_pipeline.stream import check_size
 from data_pipeline.tokenizer import MODEL_NAME
 
 _HEADER_BYTES = 512
 
 
 def find_damage(
-    folder: Path, manifest: Manifest, on_bytes: Callable[[int], None] = lambda num_bytes: None
+    folder: DataFolder | Path, manifest: Manifest, on_bytes: Callable[[int], None] = lambda num_bytes: None
 ) -> Iterator[str]:
     """Yield one line per damaged file or member. `on_bytes` is told the size of each shard when it has been read."""
-    model = folder / MODEL_NAME
+    if isinstance(folder, Path):
+        folder = LocalFolder(folder)
+    yield from _damage_of_tokenizer(folder, manifest)
+    for split in manifest.splits:
+        yield from _damage_of_split(folder, split, manifest, on_bytes)
+
+
+def _damage_of_tokenizer(folder: DataFolder, manifest: Manifest) -> Iterator[str]:
+    try:
+        model = folder.local(MODEL_NAME, manifest.tokenizer_sha256)
+    except DamagedError as error:
+        yield str(error)
+        return
     if not model.is_file():
         yield f"{model}: missing"
     elif sha256_of(model) != manifest.tokenizer_sha256:
         yield f"{model}: sha256 differs from the manifest's"
-    for split in manifest.splits:
-        yield from _damage_of_split(folder / split, split, manifest, on_bytes)
 
 
-def _damage_of_split(folder: Path, split: str, manifest: Manifest, on_bytes: Callable[[int], None]) -> Iterator[str]:
+def _damage_of_split(
+    folder: DataFolder, split: str, manifest: Manifest, on_bytes: Callable[[int], None]
+) -> Iterator[str]:
     info = manifest.splits[split]
-    yield from (f"{path}: not in the manifest" for path in _strangers(folder, {shard.name for shard in info.shards}))
+    place = f"{folder.location}/{split}"
+    if not folder.far_away:
+        strangers = _strangers(folder.path / split, {shard.name for shard in info.shards})
+        yield from (f"{path}: not in the manifest" for path in strangers)
     try:
-        index = load_table(folder / INDEX_NAME, info.index_sha256, INDEX_DTYPE)
-        documents = load_table(folder / DOCUMENTS_NAME, info.documents_sha256, DOCUMENT_DTYPE)
+        index_path = folder.local(f"{split}/{INDEX_NAME}", info.index_sha256)
+        index = load_table(index_path, info.index_sha256, INDEX_DTYPE)
+        documents_path = folder.local(f"{split}/{DOCUMENTS_NAME}", info.documents_sha256)
+        documents = load_table(documents_path, info.documents_sha256, DOCUMENT_DTYPE)
     except UserError as error:
         yield str(error)
         return
     whole = True
     counts = np.zeros(2, dtype=np.int64)
     for number, shard in enumerate(info.shards):
-        for line in _damage_of_shard(folder / shard.name, shard, index, number, manifest, counts):
+        for line in _damage_of_shard(folder, split, shard, index, number, manifest, counts):
             whole = False
             yield line
         on_bytes(shard.bytes)
@@ -69,7 +87,7 @@ def _damage_of_split(folder: Path, split: str, manifest: Manifest, on_bytes: Cal
         }
         for what, (found, expected) in said.items():
             if found != expected:
-                yield f"{folder}: {found} {what} found, the manifest says {expected}"
+                yield f"{place}: {found} {what} found, the manifest says {expected}"
 
 
 def _strangers(folder: Path, known: set[str]) -> list[Path]:
@@ -79,7 +97,8 @@ def _strangers(folder: Path, known: set[str]) -> list[Path]:
 
 
 def _damage_of_shard(
-    path: Path,
+    folder: DataFolder,
+    split: str,
     shard: ShardInfo,
     index: npt.NDArray[Any],
     number: int,
@@ -87,15 +106,18 @@ def _damage_of_shard(
     counts: npt.NDArray[np.int64],
 ) -> Iterator[str]:
     """Check a shard and each of its members; add its targets and end-of-document ids to `counts`."""
+    place = f"{folder.location}/{split}/{shard.name}"
     try:
-        check_size(path, shard.bytes)
-    except UserError as error:
+        file = os.fdopen(folder.open_shard(split, shard), "rb")
+    except DamagedError as error:
         yield str(error)
-        if not path.is_file():
-            return
+        return
     named = 0
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        if size != shard.bytes:
+            yield f"{place} has {size} bytes, the manifest says {shard.bytes}"
         for member in np.flatnonzero(index["shard"] == number).tolist():
             entry = index[member]
             skipped = file.read(max(0, int(entry["offset"]) - _HEADER_BYTES - file.tell()))
@@ -113,11 +135,11 @@ def _damage_of_shard(
                 counts += np.count_nonzero(targets != manifest.pad_id), np.count_nonzero(targets == manifest.eos_id)
                 continue
             named += 1
-            yield f"{path} member {member_name(member)}: {fault}"
+            yield f"{place} member {member_name(member)}: {fault}"
         while rest := file.read(1 << 20):
             digest.update(rest)
     if not named and digest.hexdigest() != shard.sha256:
-        yield f"{path}: sha256 differs from the manifest's (outside the members: padding or end of the archive)"
+        yield f"{place}: sha256 differs from the manifest's (outside the members: padding or end of the archive)"
 
 
 def _is_header_of(header: bytes, member: int, size: int) -> bool:

@@ -137,9 +137,9 @@ class ScheduleConfig(Section):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
 
 
-def _normal_location(location: str | None) -> str | None:
+def _normal_location(location: Any) -> Any:
     """A path in its shortest form, so that data/x and data/x/ are one; URLs as they stand."""
-    return location if location is None or is_url(location) else str(Path(location))
+    return str(Path(location)) if isinstance(location, str | Path) and not is_url(location) else location
 
 
 class SourceConfig(Section):
@@ -149,7 +149,7 @@ class SourceConfig(Section):
     weight: float = Field(default=1.0, gt=0)
     name: str | None = Field(default=None, pattern=r"^[\w.-]+$", description="default: the last part of the path")
 
-    _normal = field_validator("path")(_normal_location)
+    _normal = field_validator("path", mode="before")(_normal_location)
 
 
 class DataConfig(Section):
@@ -167,7 +167,7 @@ class DataConfig(Section):
     cache_dir: Path = Field(default=Path("data/cache"), description="where the shards of URLs are kept")
     cache_gb: float = Field(default=100.0, gt=0, description="the most that all shards in cache_dir may take")
 
-    _normal = field_validator("path")(_normal_location)
+    _normal = field_validator("path", mode="before")(_normal_location)
 
 
 class TrainConfig(Section):

@@ -10,6 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from data_pipeline.errors import UserError
+from data_pipeline.folder import is_url
 from data_pipeline.index import Manifest
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
 from fastslow_scale.config import Config
@@ -79,7 +80,7 @@ def read_config(reader: CheckpointReader) -> Config:
 def find_tokenizer(reader: CheckpointReader, config: Config) -> Tokenizer:
     """The tokenizer that the run keeps, or else the one in the data folder that it was trained on."""
     kept = reader.path.parent.parent / MODEL_NAME
-    data = config.data.path
+    data = Path(config.data.path) if config.data.path and not is_url(config.data.path) else None
     if kept.is_file():
         tokenizer = Tokenizer.load(kept)
         source = kept
@@ -92,7 +93,7 @@ def find_tokenizer(reader: CheckpointReader, config: Config) -> Tokenizer:
         if manifest.tokenizer_sha256 != tokenizer.sha256:
             raise UserError(f"{source} is damaged: its sha256 differs from the one in the manifest of {data}")
     else:
-        raise UserError(f"{kept} is missing, and data.path = {data} has no {MODEL_NAME} either")
+        raise UserError(f"{kept} is missing, and data.path = {config.data.path} has no {MODEL_NAME} either")
     if tokenizer.vocab_size != config.model.vocab_size:
         raise UserError(
             f"{source} has {tokenizer.vocab_size} pieces "

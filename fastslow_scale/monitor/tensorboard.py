@@ -44,7 +44,7 @@ class TensorBoardLog:
         for key, value in record.items():
             if key == "step":
                 continue
-            tag = TAGS.get(key, f"other/{key}")
+            tag = TAGS.get(key, key if "/" in key else f"other/{key}")
             if isinstance(value, list | tuple):
                 for index, item in enumerate(value):
                     self._writer.add_scalar(f"{tag}/{index}", item, step)

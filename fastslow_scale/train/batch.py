@@ -6,27 +6,38 @@ import torch
 import torch.distributed as dist
 
 from data_pipeline.errors import UserError
+from data_pipeline.folder import CacheSettings
+from data_pipeline.mixture import Data, Mixture, sources_of
 from data_pipeline.stream import TokenDataset
 from fastslow_scale.config import Config
 from fastslow_scale.model.loss import IGNORE
 from fastslow_scale.parallel.mesh import Mesh
 
 
-def open_data(config: Config) -> tuple[TokenDataset, TokenDataset]:
+def open_data(config: Config) -> tuple[Data, Data]:
     """The train and the validation split, checked against the config."""
-    if config.data.path is None:
-        raise UserError("data.path is missing: name a folder written by `fastslow data shard`")
-    train, validation = (TokenDataset.open(config.data.path, split=split) for split in ("train", "validation"))
+    train, validation = (_open_split(config, split) for split in ("train", "validation"))
     if train.seq_length != config.train.seq_length:
         raise UserError(
-            f"train.seq_length is {config.train.seq_length} but {config.data.path} was sharded with {train.seq_length}"
+            f"train.seq_length is {config.train.seq_length} but {train.location} was sharded with {train.seq_length}"
         )
     if train.vocab_size != config.model.vocab_size:
         raise UserError(
-            f"model.vocab_size is {config.model.vocab_size} but the tokenizer of {config.data.path} "
+            f"model.vocab_size is {config.model.vocab_size} but the tokenizer of {train.location} "
             f"has {train.vocab_size} pieces"
         )
     return train, validation
+
+
+def _open_split(config: Config, split: str) -> Data:
+    data = config.data
+    cache = CacheSettings(data.cache_dir, data.cache_gb)
+    if data.sources:
+        sources = sources_of((source.path, source.weight, source.name) for source in data.sources)
+        return Mixture.open(sources, split, on_error=data.on_error, cache=cache)
+    if data.path is None:
+        raise UserError("data.path is missing: name a folder written by `fastslow data shard`")
+    return TokenDataset.open(data.path, split, on_error=data.on_error, cache=cache)
 
 
 def inputs_and_labels(rows: torch.Tensor, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,7 +53,7 @@ def count_valid(labels: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return count.clamp(min=1)
 
 
-def validation_rows(dataset: TokenDataset, limit: int, mesh: Mesh) -> torch.Tensor:
+def validation_rows(dataset: Data, limit: int, mesh: Mesh) -> torch.Tensor:
     """This rank's share of the first `limit` rows, filled up with empty rows so that every rank has equally many."""
     count = min(limit, dataset.num_samples)
     own = list(range(mesh.dp_rank, count, mesh.dp_size))

@@ -10,7 +10,7 @@ from typing import Any
 
 from data_pipeline.errors import UserError
 from data_pipeline.files import write_durably
-from data_pipeline.stream import TokenDataset
+from data_pipeline.mixture import Data
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
 from fastslow_scale.config import Config, load_config
 
@@ -20,13 +20,13 @@ MAY_CHANGE = {
     "checkpoint": None,
     "monitor": None,
     "validation": None,
-    "data": {"num_workers"},
+    "data": {"num_workers", "on_error", "cache_dir", "cache_gb"},
     "train": {"run_dir", "micro_batch_size", "deterministic", "recompute", "sanity_every", "timeout_seconds"},
 }
 PACKAGES = ("torch", "deepspeed", "megatron-core", "webdataset", "sentencepiece", "fastslow-scale")
 
 
-def open_run_folder(config: Config, command: str, data: TokenDataset) -> Path:
+def open_run_folder(config: Config, command: str, data: Data) -> Path:
     """Make the folder, or take up the one that an earlier start of the same run left.
 
     Raises:
@@ -44,7 +44,7 @@ def open_run_folder(config: Config, command: str, data: TokenDataset) -> Path:
     return folder
 
 
-def keep_tokenizer(folder: Path, data: TokenDataset) -> None:
+def keep_tokenizer(folder: Path, data: Data) -> None:
     """Copy the data's tokenizer into the run folder: the model is of no use without it, and the data may go.
 
     Raises:
@@ -52,7 +52,7 @@ def keep_tokenizer(folder: Path, data: TokenDataset) -> None:
     """
     tokenizer = Tokenizer.load(data.tokenizer_path)
     if tokenizer.sha256 != data.tokenizer_sha256:
-        raise UserError(f"{data.tokenizer_path} is not the tokenizer that encoded {data.path}")
+        raise UserError(f"{data.tokenizer_path} is not the tokenizer that encoded {data.location}")
     try:
         write_durably(folder / MODEL_NAME, tokenizer.model)
     except OSError as error:

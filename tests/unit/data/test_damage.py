@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from data_pipeline.batches import step_batches
 from data_pipeline.documents import iter_documents
 from data_pipeline.errors import UserError
 from data_pipeline.index import Manifest
+from data_pipeline.order import SampleOrder
 from data_pipeline.stream import TokenDataset
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from data_pipeline.verify import find_damage
+from tests.unit.data import damage as damages
+from tests.unit.data.damage import DAMAGES, SHARD, edit, flip, member_rows, members_of, stand_in
 
 pytestmark = pytest.mark.unit
-
-SHARD = "train/shard-000001.tar"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, shared_folder: Path) -> Path:
     return Path(shutil.copytree(shared_folder, tmp_path / "copy"))
-
-
-def edit(path: Path, change: Callable[[bytearray], bytes | bytearray | None]) -> None:
-    content = bytearray(path.read_bytes())
-    path.write_bytes(change(content) or content)
-
-
-def flip(path: Path, offset: int) -> None:
-    edit(path, lambda content: content.__setitem__(offset, content[offset] ^ 0x10))
-
-
-def members_of(folder: Path, shard: int) -> list[tuple[int, int, int]]:
-    """(member, payload offset, size) of a shard's members."""
-    index = np.load(folder / "train" / "index.npy")
-    return [(n, int(entry["offset"]), int(entry["size"])) for n, entry in enumerate(index) if entry["shard"] == shard]
 
 
 def damage(folder: Path) -> list[str]:
@@ -62,6 +52,72 @@ def test_a_whole_folder_has_no_damage(folder: Path) -> None:
     assert list(find_damage(folder, Manifest.load(folder), sizes.append)) == []
     assert sum(sizes) == sum(path.stat().st_size for path in folder.rglob("*.tar"))
     assert read_error(folder) is None
+
+
+@pytest.mark.parametrize("harm", DAMAGES, ids=lambda harm: harm.__name__)
+def test_no_wrong_token_leaves_the_reader(folder: Path, harm: Callable[[Path], list[int]]) -> None:
+    whole = member_rows(folder)
+    lost = harm(folder)
+    assert any(SHARD in line and "member" in line for line in damage(folder)) or not (folder / SHARD).exists()
+    try:
+        dataset = TokenDataset.open(folder)
+    except UserError as error:
+        assert f"{SHARD} " in str(error)
+        assert f"member {lost[0]:09d}.bin" in str(error)
+        return
+    for member, rows in enumerate(whole):
+        ids = range(64 * member, 64 * member + len(rows))
+        if member in lost:
+            shard = "train/shard-000000.tar" if member in [n for n, _, _ in members_of(folder, 0)] else SHARD
+            with pytest.raises(UserError, match=rf"{shard} member {member:09d}\.bin"):
+                dataset.rows(ids)
+        else:
+            assert torch.equal(dataset.rows(ids), rows)
+
+
+@pytest.mark.parametrize("harm", DAMAGES, ids=lambda harm: harm.__name__)
+def test_skipping_loses_exactly_the_damaged_members(folder: Path, harm: Callable[[Path], list[int]]) -> None:
+    whole = member_rows(folder)
+    lost = harm(folder)
+    dataset = TokenDataset.open(folder, on_error="skip")
+    told: list[str] = []
+    for member in reversed(range(len(whole))):
+        read = dataset.rows(range(64 * member, 64 * member + len(whole[member])))
+        expected = stand_in(whole, lost, member) if member in lost else whole[member]
+        assert torch.equal(read, expected)
+        told += dataset.take_skipped()
+    assert sorted(line.split(" member ")[1][:9] for line in told) == [f"{member:09d}" for member in lost]
+    assert all(line.startswith(f"{folder}/train/shard-00000") for line in told)
+
+
+def test_skipping_keeps_every_position_on_any_ranks_and_workers(folder: Path) -> None:
+    def read(**options: Any) -> torch.Tensor:
+        reader = step_batches(
+            TokenDataset.open(folder, on_error=on_error),  # type: ignore[arg-type]
+            **{"seed": 3, "start_sample": 0, "global_batch_size": 8, "dp_rank": 0, "dp_size": 1, "num_workers": 0}
+            | options,
+        )
+        steps = -(-TokenDataset.open(folder, on_error="skip").num_samples // 8)
+        return torch.stack(list(itertools.islice(reader, steps)))
+
+    on_error, told = "stop", []
+    before = read()
+    (lost,) = damages.flip_payload(folder)
+    on_error = "skip"
+    after = read(on_skip=told.append)
+    assert told == [f"{folder}/{SHARD} member {lost:09d}.bin is damaged (its payload's crc32 differs)"]
+    rows = after.reshape(-1, 17) != before.reshape(-1, 17)
+    order = SampleOrder(TokenDataset.open(folder).num_samples, 64, seed=3)(0, len(rows))
+    assert set(np.flatnonzero(rows.any(dim=1).numpy())) == set(np.flatnonzero(order // 64 == lost)), "nothing moved"
+    parts = [read(dp_rank=rank, dp_size=2, num_workers=rank) for rank in range(2)]
+    assert torch.equal(torch.cat(parts, dim=1), after)
+
+
+def test_skipping_ends_where_nothing_is_left(folder: Path) -> None:
+    for path in (folder / "train").glob("*.tar"):
+        path.unlink()
+    with pytest.raises(UserError, match="train: every member is damaged"):
+        TokenDataset.open(folder, on_error="skip").rows([0])
 
 
 def test_a_flipped_bit_in_a_payload(folder: Path) -> None:
@@ -95,7 +151,7 @@ def test_a_shard_cut_at_a_member_boundary(folder: Path) -> None:
     edit(folder / SHARD, lambda content: content[: offset - 512])
     said = f"{SHARD} has {offset - 512} bytes, the manifest says {size}"
     assert damage(folder)[:2] == [said, f"{SHARD} member {member:09d}.bin: missing"]
-    assert read_error(folder) == said
+    assert read_error(folder) == f"{said} (member {member:09d}.bin and 1 more)"
 
 
 def test_a_shard_cut_inside_a_member(folder: Path) -> None:
@@ -112,7 +168,7 @@ def test_a_shard_cut_while_it_is_being_read(folder: Path) -> None:
     with pytest.raises(UserError, match=rf"{SHARD} member {member:09d}\.bin is damaged"):
         dataset.rows([member * 64])
     (folder / "train" / "shard-000002.tar").unlink()
-    with pytest.raises(UserError, match=r"shard-000002\.tar member \d{9}\.bin: No such file"):
+    with pytest.raises(UserError, match=r"shard-000002\.tar member \d{9}\.bin: cannot be read: No such file"):
         dataset.rows([members_of(folder, 2)[0][0] * 64])
 
 
@@ -125,7 +181,10 @@ def test_an_empty_shard(folder: Path) -> None:
 def test_a_missing_shard(folder: Path) -> None:
     (folder / SHARD).unlink()
     assert damage(folder) == [f"{SHARD} cannot be read: No such file or directory"]
-    assert read_error(folder) == f"{SHARD} cannot be read: No such file or directory"
+    first = members_of(folder, 1)[0][0]
+    assert (
+        read_error(folder) == f"{SHARD} cannot be read: No such file or directory (member {first:09d}.bin and 2 more)"
+    )
 
 
 def test_two_swapped_shards(folder: Path) -> None:

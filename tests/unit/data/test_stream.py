@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import torch
 
+from data_pipeline.batches import step_batches
 from data_pipeline.errors import UserError
 from data_pipeline.order import SampleOrder
-from data_pipeline.stream import TokenDataset, step_batches
+from data_pipeline.stream import TokenDataset
 
 pytestmark = pytest.mark.unit
 
@@ -168,7 +169,8 @@ def test_workers_change_nothing_and_end_with_their_reader(dataset: TokenDataset,
 
 FRESH_READER = """
 import multiprocessing, os, sys, time
-from data_pipeline.stream import TokenDataset, step_batches
+from data_pipeline.batches import step_batches
+from data_pipeline.stream import TokenDataset
 
 if __name__ == "__main__":
     dataset = TokenDataset.open(sys.argv[1])
@@ -232,7 +234,7 @@ def test_a_worker_reports_damage_in_one_line(tmp_path: Path, write: Callable[...
 def test_memory_and_open_files_stay_bounded(
     tmp_path: Path, write: Callable[..., Path], texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_pipeline.stream._FILES_KEPT", 3)
+    monkeypatch.setattr("data_pipeline.folder.LocalFolder.files_kept", 3)
     monkeypatch.setattr("data_pipeline.stream._MEMBERS_KEPT", 2)
     dataset = TokenDataset.open(write(tmp_path / "data", texts[:80], seq_length=4, shard_bytes=1))
     assert len(dataset.manifest.splits["train"].shards) > 6
