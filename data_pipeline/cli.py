@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 
 from data_pipeline.errors import UserError
+from data_pipeline.faults import FaultCounts, stop_at
 from data_pipeline.files import write_durably
 from data_pipeline.index import SPLITS, Manifest
-from data_pipeline.inputs import InputFiles, find_files, read_documents
+from data_pipeline.inputs import InputFiles, find_files
 from data_pipeline.progress import byte_progress
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer, train_tokenizer
 
@@ -25,6 +26,16 @@ class ModelKind(StrEnum):
     unigram = "unigram"
 
 
+class OnError(StrEnum):
+    stop = "stop"
+    skip = "skip"
+
+
+class PackingKind(StrEnum):
+    concat = "concat"
+    best_fit = "best-fit"
+
+
 class Split(StrEnum):
     train = "train"
     validation = "validation"
@@ -33,14 +44,21 @@ class Split(StrEnum):
 Inputs = Annotated[
     list[str],
     typer.Option(
-        "--input", metavar="GLOB...", help="Files, folders or globs: .txt (a document each), .jsonl (one a row)."
+        "--input",
+        metavar="GLOB...",
+        help="Files, folders, globs, URLs. .txt, .md, code: a document each; .jsonl, .parquet: one a row; .gz, .zst.",
     ),
 ]
 MoreInputs = Annotated[
     list[str] | None,
     typer.Argument(metavar="[MORE]...", help="Further inputs: what the shell makes of an unquoted glob."),
 ]
-TextField = Annotated[str, typer.Option(help="The field of a .jsonl row that holds the text.")]
+TextField = Annotated[str, typer.Option(help="The field (column) of a row that holds the text.")]
+MoreEndings = Annotated[
+    list[str] | None,
+    typer.Option("--ext", help="A further file ending to read as text, such as .json; may be repeated."),
+]
+ErrorRule = Annotated[OnError, typer.Option(help="At an unusable document: stop, or skip it, count it and list it.")]
 Fraction = Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the documents held out for validation.")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by `data shard` or `data demo`.")]
 
@@ -69,16 +87,28 @@ def tokenizer(
     more: MoreInputs = None,
     model: Annotated[ModelKind, typer.Option(help="bpe trains fast; unigram encodes fast.")] = ModelKind.bpe,
     text_field: TextField = "text",
+    ext: MoreEndings = None,
+    on_error: ErrorRule = OnError.stop,
+    sample_documents: Annotated[
+        int | None, typer.Option(min=1, help="Train on so many documents, drawn evenly; bounds the memory.")
+    ] = None,
     max_line_bytes: Annotated[int, typer.Option(min=1, help="Longer lines are left out of the training.")] = 1 << 14,
 ) -> None:
     """Train a lossless sentencepiece tokenizer."""
+    from data_pipeline.readers import read_documents
+    from data_pipeline.tokenizer import sample_texts
+
     target = output / MODEL_NAME
     if target.exists():
         raise UserError(f"output {target} exists already: remove it or choose another --output")
-    files = _find(input, more)
+    files = _find(input, more, ext)
+    faults = FaultCounts()
     with byte_progress("reading", files.num_bytes) as on_bytes:
-        texts = (document.text for document in read_documents(files, text_field))
-        trained, report = train_tokenizer(texts, vocab_size, model.value, max_line_bytes, on_bytes)
+        on_fault = faults.add if on_error is OnError.skip else stop_at
+        documents = read_documents(files.files, text_field, on_fault, on_bytes)
+        texts = (document.text for document in documents)
+        chosen = texts if sample_documents is None else sample_texts(texts, sample_documents)
+        trained, report = train_tokenizer(chosen, vocab_size, model.value, max_line_bytes)
     try:
         output.mkdir(parents=True, exist_ok=True)
         write_durably(target, trained.model)
@@ -86,6 +116,8 @@ def tokenizer(
         raise UserError(f"output {target} cannot be written: {error.strerror}") from None
     megabytes = report.num_bytes / 1e6
     _say(f"wrote {target}: {trained.vocab_size} pieces from {report.num_documents} documents, {megabytes:.2f} MB")
+    for line in faults.lines():
+        _say(line)
     if report.num_skipped_lines:
         _say(
             f"left out of the training: {report.num_skipped_lines} lines longer than {max_line_bytes} bytes, "
@@ -101,32 +133,48 @@ def shard(
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a training sequence.")],
     output: Annotated[Path, typer.Option(help="The folder to write; it must not exist yet.")],
     more: MoreInputs = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that encode.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that read and encode.")] = 1,
     text_field: TextField = "text",
+    ext: MoreEndings = None,
+    on_error: ErrorRule = OnError.stop,
     validation_fraction: Fraction = 0.05,
     seed: Annotated[int, typer.Option(help="Shuffles the documents before packing.")] = 0,
+    packing: Annotated[
+        PackingKind, typer.Option(help="concat fills every row; best-fit keeps documents whole and pads rows.")
+    ] = PackingKind.concat,
+    dedup: Annotated[bool, typer.Option("--dedup", help="Leave out exact copies of documents.")] = False,
     shard_mb: Annotated[int, typer.Option(min=1, help="Size of a shard in MiB.")] = 256,
 ) -> None:
-    """Encode a corpus and write it as webdataset shards of packed sequences."""
+    """Encode a corpus and write it as webdataset shards of packed sequences.
+
+    Given again, the same command goes on where an interrupted one stopped.
+    """
+    from data_pipeline.encode import Reading
     from data_pipeline.files import refuse_existing
-    from data_pipeline.shards import write_data_folder
+    from data_pipeline.pool import Corpus
+    from data_pipeline.shards import Layout, write_data_folder
 
     refuse_existing(output)
     loaded = Tokenizer.load(tokenizer)
-    files = _find(input, more)
+    files = _find(input, more, ext)
+    layout = Layout(seq_len, validation_fraction, seed, packing.value, dedup, shard_mb << 20)
+    corpus = Corpus(files, Reading(text_field, skip_faults=on_error is OnError.skip))
     start = time.monotonic()
-    with byte_progress("encoding", files.num_bytes) as on_bytes:
-        manifest = write_data_folder(
-            output,
-            read_documents(files, text_field),
-            loaded,
-            seq_len,
-            validation_fraction=validation_fraction,
-            seed=seed,
-            workers=workers,
-            shard_bytes=shard_mb << 20,
-            on_bytes=on_bytes,
-        )
+    try:
+        with byte_progress("encoding", files.num_bytes) as progress:
+            manifest = write_data_folder(
+                output,
+                corpus,
+                loaded,
+                layout,
+                workers=workers,
+                on_bytes=progress,
+                on_kept=progress.shorten,
+                say=_say,
+            )
+    except KeyboardInterrupt:
+        _say("interrupted; the same command goes on from what is encoded")
+        raise typer.Exit(130) from None
     _say(f"wrote {output} in {time.monotonic() - start:.1f} s")
     _print_counts(manifest)
 
@@ -183,10 +231,12 @@ def _split_at(tokens: list[int], mark: int) -> list[list[int]]:
     return parts
 
 
-def _find(inputs: list[str], more: list[str] | None) -> InputFiles:
-    files = find_files([*inputs, *(more or [])])
+def _find(inputs: list[str], more: list[str] | None, more_endings: list[str] | None) -> InputFiles:
+    files = find_files([*inputs, *(more or [])], more_endings or [])
     if files.num_ignored:
         _say(f"ignoring {files.num_ignored} files of other kinds in the named folders")
+    if files.num_empty:
+        _say(f"ignoring {files.num_empty} empty code files")
     return files
 
 

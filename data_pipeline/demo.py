@@ -12,7 +12,7 @@ from typing import Any
 from data_pipeline.errors import UserError
 from data_pipeline.files import refuse_existing, sha256_of
 from data_pipeline.index import MANIFEST_NAME, Manifest
-from data_pipeline.inputs import Document
+from data_pipeline.readers import Document
 from data_pipeline.stream import TokenDataset
 from data_pipeline.tokenizer import train_tokenizer
 from data_pipeline.verify import find_damage
@@ -67,11 +67,12 @@ def finished_demo(folder: Path, corpus: Path) -> Manifest | None:
 
 def build_demo(folder: Path, corpus: Path, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> Manifest:
     """Train the tokenizer and write the shards, in place of an older demo folder."""
-    from data_pipeline.shards import write_data_folder
+    from data_pipeline.shards import Layout, write_data_folder
 
     tokenizer, _ = train_tokenizer((document.text for document in chapters(corpus)), VOCAB_SIZE)
+    layout = Layout(SEQ_LENGTH)
     return write_data_folder(
-        folder, chapters(corpus), tokenizer, SEQ_LENGTH, replace=True, build=_recipe(corpus), on_bytes=on_bytes
+        folder, chapters(corpus), tokenizer, layout, replace=True, build=_recipe(corpus), on_bytes=on_bytes
     )
 
 

@@ -1,154 +1,157 @@
-"""Documents -> token ids in one temporary file (the spool), encoded by several processes, in the order of the input."""
+"""Text -> token ids: one unit of work at a time, in this process or in several."""
 
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import signal
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+import os
+import struct
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
+from data_pipeline.cutting import PIECE_CHARACTERS, Cutter
 from data_pipeline.errors import UserError
+from data_pipeline.faults import Fault, FaultCounts, OnFault, stop_at
 from data_pipeline.index import token_dtype
-from data_pipeline.inputs import Document
+from data_pipeline.readers import Document, Item, OnRead, read_extent
+from data_pipeline.spool import SPOOLED_DTYPE, UnitSummary, save_unit, skipped_path, tokens_path
 from data_pipeline.tokenizer import Tokenizer
-from data_pipeline.workers import end_with_parent
+from data_pipeline.units import Unit
 
-_BATCH_CHARACTERS = 1 << 20
-_BATCHES_AHEAD = 3
-
-SPOOLED_DTYPE = np.dtype(
-    [("digest", "V16"), ("offset", "<u8"), ("tokens", "<u8"), ("bytes", "<u8"), ("characters", "<u8")]
-)
-"""offset: in tokens from the start of the spool."""
+_RECORD = struct.Struct("<16sQQQQ")
+_BUFFER_BYTES = 1 << 20
+_RECIPE_VERSION = 1
+"""To be raised with every change of what a unit's files hold."""
 
 
 @dataclass(frozen=True)
-class Spool:
-    """Token ids of all documents one after another, and a record per document."""
+class Reading:
+    """How the inputs are read."""
 
-    path: Path
-    dtype: np.dtype[Any]
-    documents: npt.NDArray[Any]
+    text_field: str = "text"
+    skip_faults: bool = False
 
-    def tokens(self) -> npt.NDArray[Any]:
-        """The whole file, mapped and read-only."""
-        if not self.path.stat().st_size:
-            return np.empty(0, dtype=self.dtype)
-        return np.memmap(self.path, dtype=self.dtype, mode="r")
+    def recipe(self, tokenizer: Tokenizer) -> str:
+        """Two runs with the same recipe encode a file to the same tokens."""
+        return f"{_RECIPE_VERSION} {tokenizer.sha256} {self.skip_faults} {self.text_field}"
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    tokens: bytes
-    records: npt.NDArray[Any]
-    num_bytes: int
-
-
-def encode_documents(
-    documents: Iterable[Document],
+def encode_unit(
+    unit: Unit,
+    key: str,
+    reading: Reading,
     tokenizer: Tokenizer,
-    path: Path,
-    workers: int = 1,
-    on_bytes: Callable[[int], None] = lambda num_bytes: None,
-) -> Spool:
-    """Write the spool to `path`. The result does not depend on `workers`; a few MB of text per worker are in flight.
-
-    `on_bytes` is told the UTF-8 size of the text each time some has been encoded.
+    folder: Path,
+    on_read: OnRead = lambda num_bytes: None,
+) -> UnitSummary:
+    """Read, encode and write one unit.
 
     Raises:
-        UserError: what `documents` raises; nothing is cleaned up here.
+        UserError: at the first fault, unless faults are skipped; then they are listed in the unit's file.
+        OSError: the folder cannot be written.
     """
-    batches = _batches(documents)
-    records: list[npt.NDArray[Any]] = []
-    offset = 0
-    with path.open("wb") as spool:
-        for batch in _encoded_in_order(batches, tokenizer, workers):
-            spool.write(batch.tokens)
-            batch.records["offset"] += offset
-            offset += int(batch.records["tokens"].sum())
-            records.append(batch.records)
-            on_bytes(batch.num_bytes)
-    table = np.concatenate(records) if records else np.empty(0, dtype=SPOOLED_DTYPE)
-    return Spool(path, token_dtype(tokenizer.vocab_size), table)
+    items = (item for extent in unit.extents for item in read_extent(extent, reading.text_field, on_read))
+    return encode_items(items, key, tokenizer, folder, skip_faults=reading.skip_faults)
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def encode_items(
+    items: Iterable[Item], key: str, tokenizer: Tokenizer, folder: Path, *, skip_faults: bool = False
+) -> UnitSummary:
+    """Encode what a reader yields into the files of one unit; raises as `encode_unit` does."""
+    faults = FaultCounts()
+    try:
+        with ExitStack() as stack:
+            tokens = stack.enter_context(tokens_path(folder, key).open("wb", buffering=_BUFFER_BYTES))
+            encoder = _Encoder(tokenizer, tokens)
+            on_fault = _listing(faults, skipped_path(folder, key), stack) if skip_faults else stop_at
+            for item in items:
+                if isinstance(item, Fault):
+                    encoder.drop()
+                    on_fault(item)
+                else:
+                    encoder.add(item)
+            tokens.flush()
+            os.fsync(tokens.fileno())
+        documents = np.frombuffer(encoder.records, dtype=SPOOLED_DTYPE)
+        summary = UnitSummary(len(documents), encoder.num_tokens, encoder.with_nul, faults)
+        save_unit(folder, key, summary, documents)
+    except BaseException:
+        for path in folder.glob(f"{key}.*"):
+            path.unlink()
+        raise
+    return summary
 
 
-def _encoded_in_order(batches: Iterator[list[Document]], tokenizer: Tokenizer, workers: int) -> Iterator[_Encoded]:
-    head = list(islice(batches, 2))
-    if workers == 1 or len(head) < 2:
-        for batch in chain(head, batches):
-            yield _encode_batch(batch, tokenizer)
-        return
-    # spawn: the parent may hold threads (torch, progress) that a forked child would inherit half alive
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer.model,)) as pool:
-        pending: deque[Future[_Encoded]] = deque()
+def _listing(faults: FaultCounts, path: Path, stack: ExitStack) -> OnFault:
+    """Counts faults, and lists them in a file that is made with the first one."""
+    path.unlink(missing_ok=True)
+    files: list[BinaryIO] = []
+
+    def on_fault(fault: Fault) -> None:
+        if not files:
+            files.append(stack.enter_context(path.open("wb")))
+        files[0].write(fault.as_json().encode("utf-8", "backslashreplace") + b"\n")
+        faults.add(fault)
+
+    return on_fault
+
+
+class _Encoder:
+    """Writes the tokens of documents, which may come in stretches, and keeps a record of each."""
+
+    def __init__(self, tokenizer: Tokenizer, file: BinaryIO) -> None:
+        self._tokenizer = tokenizer
+        self._file = file
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._cutter = Cutter()
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._tokens = self._bytes = self._characters = 0
+        self._has_nul = False
+        self.num_tokens = self.with_nul = 0
+        self.records = bytearray()
+
+    def add(self, document: Document) -> None:
+        """Raises `UserError` for a lone surrogate."""
         try:
-            for batch in chain(head, batches):
-                pending.append(pool.submit(_encode_in_worker, batch))
-                if len(pending) > workers + _BATCHES_AHEAD:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            content = document.text.encode("utf-8")
+            for piece in self._pieces(document):
+                ids = np.array(self._tokenizer.encode_piece(piece), dtype=self._dtype)
+                self._file.write(ids.data)
+                self._tokens += len(ids)
+        except (UserError, UnicodeEncodeError):
+            raise UserError(f"{document.source}: the text holds a lone surrogate, which is not text") from None
+        self._digest.update(content)
+        self._bytes += len(content)
+        self._characters += len(document.text)
+        self._has_nul = self._has_nul or b"\0" in content
+        if not document.continues:
+            self._finish()
 
+    def _pieces(self, document: Document) -> Iterable[str]:
+        if len(document.text) <= PIECE_CHARACTERS and not self._characters and not document.continues:
+            return (document.text,)
+        return self._cutter.feed(document.text, is_last=not document.continues)
 
-_worker_tokenizer: Tokenizer
+    def _finish(self) -> None:
+        record = (self.num_tokens, self._tokens, self._bytes, self._characters)
+        self.records += _RECORD.pack(self._digest.digest(), *record)
+        self.num_tokens += self._tokens
+        self.with_nul += self._has_nul
+        self._start()
 
+    def drop(self) -> None:
+        """Take back the document that was begun, if one was."""
+        if self._tokens:
+            self._file.seek(self.num_tokens * self._dtype.itemsize)
+            self._file.truncate()
+        self._cutter.drop()
+        self._start()
 
-def _start_worker(model: bytes) -> None:
-    global _worker_tokenizer
-    _worker_tokenizer = Tokenizer(model)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    end_with_parent()
-
-
-def _encode_in_worker(batch: list[Document]) -> _Encoded:
-    return _encode_batch(batch, _worker_tokenizer)
-
-
-def _encode_batch(batch: list[Document], tokenizer: Tokenizer) -> _Encoded:
-    dtype = token_dtype(tokenizer.vocab_size)
-    records = np.zeros(len(batch), dtype=SPOOLED_DTYPE)
-    tokens: list[bytes] = []
-    offset = num_bytes = 0
-    for record, document in zip(records, batch, strict=True):
-        try:
-            ids = np.array(tokenizer.encode(document.text), dtype=dtype)
-        except UserError as error:
-            raise UserError(f"{document.source}: {error}") from None
-        content = document.text.encode("utf-8")
-        record["digest"] = np.void(document_digest(content))
-        record["offset"], record["tokens"] = offset, len(ids)
-        record["bytes"], record["characters"] = len(content), len(document.text)
-        tokens.append(ids.tobytes())
-        offset += len(ids)
-        num_bytes += len(content)
-    return _Encoded(b"".join(tokens), records, num_bytes)
-
-
-def document_digest(content: bytes) -> bytes:
-    """16 bytes that stand for a document's text: they decide its split and its place in the shuffle."""
-    return hashlib.blake2b(content, digest_size=16).digest()
+    def _start(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._tokens = self._bytes = self._characters = 0
+        self._has_nul = False

@@ -54,11 +54,12 @@ def refuse_existing(folder: Path) -> None:
 
 
 @contextmanager
-def building(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+def building(folder: Path, *, replace: bool = False, keep: str = "") -> Iterator[Path]:
     """Yield an empty folder beside `folder`: it takes that name when the block ends well, and vanishes otherwise.
 
-    The working folder is `.NAME.partial`; what a killed run left there is cleared by the next one. `replace` lets the
-    new folder take the place of an old one.
+    The working folder is `.NAME.partial`; what a killed run left there is cleared by the next one. Only the subfolder
+    `keep` survives a failure, unless it is empty, and is there when the next one begins. `replace` lets the new folder
+    take the place of an old one.
 
     Raises:
         UserError: the output exists already, cannot be written, or another process is building it.
@@ -77,7 +78,7 @@ def building(folder: Path, *, replace: bool = False) -> Iterator[Path]:
         except BlockingIOError:
             raise UserError(f"output {folder} is being written by another process") from None
         try:
-            _clear(partial)
+            _clear(partial, keep)
             yield partial
             (partial / _LOCK).unlink()
             if replace and folder.exists():
@@ -85,10 +86,10 @@ def building(folder: Path, *, replace: bool = False) -> Iterator[Path]:
             else:
                 partial.rename(folder)
         except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            _abandon(partial, keep)
             raise UserError(f"output {folder} cannot be written: {error.strerror}") from error
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            _abandon(partial, keep)
             raise
     fsync_path(folder.parent)
 
@@ -102,9 +103,18 @@ def _swap(new: Path, folder: Path) -> None:
     shutil.rmtree(old)
 
 
-def _clear(folder: Path) -> None:
+def _abandon(partial: Path, keep: str) -> None:
+    kept = partial / keep
+    if keep and kept.is_dir() and any(kept.iterdir()):
+        _clear(partial, keep)
+    else:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _clear(folder: Path, keep: str) -> None:
     for entry in folder.iterdir():
         if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
+            if entry.name != keep:
+                shutil.rmtree(entry)
         elif entry.name != _LOCK:
             entry.unlink()

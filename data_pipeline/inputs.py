@@ -1,142 +1,141 @@
-"""From what the user names (files, folders, globs) to documents, each checked to be text that survives a round trip."""
+"""From what the user names (files, folders, globs, URLs) to the list of files to read."""
 
 from __future__ import annotations
 
 import glob
-import json
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.errors import UserError
+from data_pipeline.formats import KNOWN_ENDINGS, Format, format_of
+from data_pipeline.remote import is_url, list_urls
 
 
 @dataclass(frozen=True)
-class Document:
-    """One document, and where it came from (`FILE` or `FILE:LINE`)."""
+class InputFile:
+    """A file of the corpus. `size` in bytes, as stored; 0 where a server does not tell."""
 
-    text: str
-    source: str
+    name: str
+    """Absolute path, or URL."""
+    size: int
+    stamp: str
+    """Changes when the file does: its modification time, or what the store tells."""
+    format: Format
 
 
 @dataclass(frozen=True)
 class InputFiles:
     """The files of a corpus in sorted order, without repetition."""
 
-    paths: tuple[Path, ...]
-    num_ignored: int
-    """Files below the named folders that have no known ending."""
+    files: tuple[InputFile, ...]
+    num_ignored: int = 0
+    """Files below the named folders that have no known ending, or lie in a folder whose name begins with a dot."""
+    num_empty: int = 0
+    """Empty code files: usual in source trees (`__init__.py`), and no documents."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.paths)
+        return sum(file.size for file in self.files)
 
 
-def find_files(inputs: Iterable[str]) -> InputFiles:
-    """Resolve files, folders (searched to any depth) and globs (`**` crosses folders).
+class _Found:
+    def __init__(self) -> None:
+        self.files: dict[str, InputFile] = {}
+        self.ignored: set[str] = set()
+        self.empty: set[str] = set()
+
+    def add(self, file: InputFile) -> None:
+        if file.format.is_code and file.size == 0 and not is_url(file.name):
+            self.empty.add(file.name)
+        else:
+            self.files[file.name] = file
+
+
+def find_files(inputs: Iterable[str], more_endings: Iterable[str] = ()) -> InputFiles:
+    """Resolve files, folders (searched to any depth), globs (`**` crosses folders) and URLs.
+
+    Args:
+        more_endings: further endings of files that are one document each, such as `.json`; the dot may be left out.
 
     Raises:
         UserError: an input that names nothing, or a file of an unknown kind named outright or by a glob.
     """
-    found: dict[Path, None] = {}
-    num_ignored = 0
+    endings = {f".{ending.lower().lstrip('.')}" for ending in more_endings}
+    found = _Found()
     for name in inputs:
-        is_glob = glob.has_magic(name) and not Path(name).exists()
-        matches = sorted(glob.glob(name, recursive=True)) if is_glob else [name]
-        if not matches:
-            raise UserError(f"--input {name} matches no file")
-        for match in matches:
-            path = Path(match)
-            if path.is_dir():
-                files = sorted(file for file in path.rglob("*") if file.is_file())
-                known = [file for file in files if file.suffix in _READERS]
-                num_ignored += len(files) - len(known)
-                if not known and len(matches) == 1:
-                    raise UserError(f"--input {path} is a folder that holds no {_known_endings()} file")
-            elif not path.exists():
-                raise UserError(f"--input {path} does not exist")
-            elif path.suffix not in _READERS:
-                raise UserError(f"--input {path} is of an unknown kind (known: {_known_endings()})")
-            else:
-                known = [path]
-            found.update((file.resolve(), None) for file in known)
-    if not found:
+        if is_url(name):
+            _add_urls(found, name, endings)
+        else:
+            _add_local(found, name, endings)
+    if not found.files and not found.empty:
         raise UserError("--input names no file")
-    return InputFiles(tuple(sorted(found)), num_ignored)
+    if not found.files:
+        raise UserError("--input names nothing but empty files")
+    files = tuple(found.files[name] for name in sorted(found.files))
+    return InputFiles(files, len(found.ignored), len(found.empty))
 
 
-def read_documents(
-    files: InputFiles, text_field: str = "text", on_file_done: Callable[[Path], None] = lambda path: None
-) -> Iterator[Document]:
-    """Yield every document of every file, in the order of the files.
-
-    `on_file_done` is told of each file after its last document.
-
-    Raises:
-        UserError: naming file and line: unreadable or empty file, invalid UTF-8, lone surrogate, broken JSON, a row
-            without a text, an empty document.
-    """
-    for path in files.paths:
-        try:
-            if path.stat().st_size == 0:
-                raise UserError(f"{path}: the file is empty")
-            yield from _READERS[path.suffix](path, text_field)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-        on_file_done(path)
+def _add_local(found: _Found, name: str, endings: Collection[str]) -> None:
+    is_glob = glob.has_magic(name) and not Path(name).exists()
+    matches = sorted(glob.glob(name, recursive=True)) if is_glob else [name]
+    if not matches:
+        raise UserError(f"--input {name} matches no file")
+    for match in matches:
+        path = Path(match)
+        if path.is_dir():
+            if not _add_folder(found, path, endings) and len(matches) == 1:
+                raise UserError(f"--input {path} is a folder that holds no file of a known kind ({KNOWN_ENDINGS})")
+        elif not path.exists():
+            raise UserError(f"--input {path} does not exist")
+        else:
+            kind = format_of(path.name, endings)
+            if kind is None:
+                raise _unknown(str(path))
+            found.add(_local_file(path, kind))
 
 
-def _read_text(path: Path, text_field: str) -> Iterator[Document]:
-    """The whole file is one document, its line ends and byte-order mark untouched."""
-    content = path.read_bytes()
-    yield Document(_decode(content, str(path), first_line=1), str(path))
+def _add_folder(found: _Found, root: Path, endings: Collection[str]) -> int:
+    """Returns the number of files with a known ending."""
+    known = 0
+    for folder, subfolders, names in os.walk(root):
+        hidden = [name for name in subfolders if name.startswith(".")]
+        subfolders[:] = sorted(set(subfolders) - set(hidden))
+        for name in hidden:
+            found.ignored.update(str(path) for path in Path(folder, name).rglob("*") if path.is_file())
+        for name in names:
+            path = Path(folder, name)
+            kind = format_of(name, endings)
+            if kind is None or not path.is_file():
+                found.ignored.add(str(path))
+            else:
+                known += 1
+                found.add(_local_file(path, kind))
+    return known
 
 
-def _read_json_lines(path: Path, text_field: str) -> Iterator[Document]:
-    """One JSON object a line; lines of nothing but white space hold no row."""
-    num_rows = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            num_rows += 1
-            source = f"{path}:{number}"
-            yield Document(_text_of_row(_decode(line, str(path), number), source, text_field), source)
-    if not num_rows:
-        raise UserError(f"{path}: the file holds no rows")
-
-
-_READERS: dict[str, Callable[[Path, str], Iterator[Document]]] = {".txt": _read_text, ".jsonl": _read_json_lines}
-"""File ending -> reader. A new format is one function and one line here."""
-
-
-def _known_endings() -> str:
-    return ", ".join(sorted(_READERS))
-
-
-def _decode(content: bytes, path: str, first_line: int) -> str:
+def _local_file(path: Path, kind: Format) -> InputFile:
     try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = first_line + content.count(b"\n", 0, error.start)
-        raise UserError(f"{path}:{line}: invalid UTF-8 (byte 0x{content[error.start]:02X})") from None
+        status = path.stat()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    return InputFile(str(path.resolve()), status.st_size, str(status.st_mtime_ns), kind)
 
 
-def _text_of_row(line: str, source: str, text_field: str) -> str:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{source}: not a JSON row: {error}") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{source}: the row must be a JSON object (got {type(row).__name__})")
-    if text_field not in row:
-        fields = ", ".join(str(name) for name in list(row)[:8]) or "none"
-        raise UserError(f"{source}: the row has no field {text_field!r} (it has: {fields}); name it with --text-field")
-    text = row[text_field]
-    if not isinstance(text, str):
-        raise UserError(f"{source}: field {text_field!r} must be text (got {type(text).__name__})")
-    if not text:
-        raise UserError(f"{source}: field {text_field!r} is empty")
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise UserError(f"{source}: field {text_field!r} holds a lone surrogate, which is not text")
-    return text
+def _add_urls(found: _Found, url: str, endings: Collection[str]) -> None:
+    listed = list_urls(url)
+    if not listed:
+        raise UserError(f"--input {url} matches no file")
+    for name, size, stamp in listed:
+        kind = format_of(name.partition("?")[0], endings)
+        if kind is not None:
+            found.add(InputFile(name, size, stamp, kind))
+        elif len(listed) == 1:
+            raise _unknown(url)
+        else:
+            found.ignored.add(name)
+
+
+def _unknown(name: str) -> UserError:
+    return UserError(f"--input {name} is of an unknown kind (known: {KNOWN_ENDINGS}; --ext adds an ending)")

@@ -12,18 +12,34 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 _SECONDS_BETWEEN_LINES = 10.0
 
 
+class ByteProgress:
+    """Called with numbers of bytes as they are done."""
+
+    def __init__(self, advance: Callable[[int], None], shorten: Callable[[int], None]) -> None:
+        self._advance = advance
+        self.shorten = shorten
+        """Takes off the total what need not be done: the rate and the time left are those of the rest."""
+
+    def __call__(self, num_bytes: int) -> None:
+        self._advance(num_bytes)
+
+
 @contextmanager
-def byte_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that is told of bytes done. Written to stderr."""
+def byte_progress(label: str, total: int) -> Iterator[ByteProgress]:
+    """Show progress on stderr while the block runs."""
     console = Console(stderr=True)
     if console.is_terminal:
         numbers = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
         with Progress(TextColumn("{task.description}"), BarColumn(), *numbers, console=console) as bar:
             task = bar.add_task(label, total=total)
-            yield lambda num_bytes: bar.advance(task, num_bytes)
+
+            def shorten(num_bytes: int) -> None:
+                bar.update(task, total=total - num_bytes)
+
+            yield ByteProgress(lambda num_bytes: bar.advance(task, num_bytes), shorten)
         return
     lines = _Lines(label, total)
-    yield lines.advance
+    yield ByteProgress(lines.advance, lines.shorten)
 
 
 class _Lines:
@@ -33,10 +49,13 @@ class _Lines:
         self._start = self._last = time.monotonic()
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
 
+    def shorten(self, num_bytes: int) -> None:
+        self._total -= num_bytes
+
     def advance(self, num_bytes: int) -> None:
         self._done += num_bytes
         now = time.monotonic()
-        if now - self._last < _SECONDS_BETWEEN_LINES:
+        if now - self._last < _SECONDS_BETWEEN_LINES or not self._done:
             return
         self._last = now
         rate = self._done / (now - self._start)

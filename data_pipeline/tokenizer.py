@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import sentencepiece
 
+from data_pipeline.cutting import pieces
 from data_pipeline.errors import UserError
 
 ModelType = Literal["bpe", "unigram"]
@@ -28,8 +30,8 @@ _UNLEARNABLE = str.maketrans({_WORD_MARK: "\n", "\u2585": "\n", "\0": "\n"})
 _TRAINING_THREADS = 16
 """Written into the model file: a number that followed the machine would change the model's hash."""
 
-_PIECE_CHARACTERS = 1 << 14
-"""Long documents are encoded in pieces of about this size; much longer ones cost more per byte."""
+_SAMPLING_KEY = b"tokenizer sample"
+"""Apart from the hash that decides a document's split and place in the shuffle."""
 
 _PROBE = " a  b\n\n\tc\r\n \ufeff\u00e9\u0065\u0301 \u4e2d\u6587 \U0001f600\0<s></s><pad> \u2581\u2585\ufffd "
 
@@ -81,18 +83,31 @@ class Tokenizer:
             UserError: the text holds a lone surrogate.
         """
         ids: list[int] = []
-        for number, part in enumerate(text.split(_WORD_MARK)):
-            if number:
-                ids += self._word_mark_ids
-            for piece in _pieces(part):
-                ids += self._encode_piece(piece)
+        for piece in pieces(text):
+            ids += self.encode_piece(piece)
         return ids
 
-    def _encode_piece(self, piece: str) -> list[int]:
+    def encode_piece(self, piece: str) -> list[int]:
+        """Ids of one of the `pieces` of a text.
+
+        Raises:
+            UserError: it holds a lone surrogate.
+        """
+        if _WORD_MARK not in piece:
+            return self._encode(piece)
+        ids: list[int] = []
+        for number, part in enumerate(piece.split(_WORD_MARK)):
+            if number:
+                ids += self._word_mark_ids
+            if part:
+                ids += self._encode(part)
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
         try:
-            return self._processor.encode(piece)
+            return self._processor.encode(text)
         except (RuntimeError, UnicodeEncodeError):
-            if any("\ud800" <= character <= "\udfff" for character in piece):
+            if any("\ud800" <= character <= "\udfff" for character in text):
                 raise UserError("the text holds a lone surrogate, which no tokenizer can encode") from None
             raise
 
@@ -101,17 +116,20 @@ class Tokenizer:
         return self._processor.decode([int(piece_id) for piece_id in ids])
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Cut a text after newlines. A newline is a piece of its own, so the ids stay what they were for the whole text."""
-    start = 0
-    while len(text) - start > _PIECE_CHARACTERS:
-        end = text.find("\n", start + _PIECE_CHARACTERS - 1) + 1
-        if not end:
-            break
-        yield text[start:end]
-        start = end
-    if start < len(text):
-        yield text[start:]
+def sample_texts(texts: Iterable[str], count: int) -> list[str]:
+    """`count` of the texts, or all if there are fewer: those whose hashes are the smallest, in the order of the hashes.
+
+    Only the chosen ones are held. The order in which the texts come does not matter.
+    """
+    chosen: list[tuple[int, str]] = []  # a heap whose first entry has the largest hash: the hashes are negated
+    for text in texts:
+        digest = hashlib.blake2b(text.encode("utf-8"), digest_size=16, key=_SAMPLING_KEY).digest()
+        entry = (-int.from_bytes(digest), text)
+        if len(chosen) < count:
+            heapq.heappush(chosen, entry)
+        elif entry[0] > chosen[0][0]:
+            heapq.heapreplace(chosen, entry)
+    return [text for _, text in sorted(chosen, key=lambda entry: -entry[0])]
 
 
 @dataclass(frozen=True)
@@ -129,17 +147,15 @@ def train_tokenizer(
     vocab_size: int,
     model_type: ModelType = "bpe",
     max_line_bytes: int = 1 << 14,
-    on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> tuple[Tokenizer, TrainingReport]:
     """Train on whole documents. The same texts in the same order give the same bytes.
 
     Lines longer than `max_line_bytes` are left out of the training, and counted; they can be encoded all the same.
-    `on_bytes` is told the size of each document as it is read.
 
     Raises:
         UserError: no usable line, or a vocabulary larger or smaller than the texts allow. What `texts` raises passes.
     """
-    lines = _TrainingLines(texts, max_line_bytes, on_bytes)
+    lines = _TrainingLines(texts, max_line_bytes)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -176,8 +192,8 @@ class _TrainingLines:
     The C++ trainer turns an exception of its iterator into one of its own, so the original is kept in `failure`.
     """
 
-    def __init__(self, texts: Iterable[str], max_line_bytes: int, on_bytes: Callable[[int], None]) -> None:
-        self._texts, self._max_line_bytes, self._on_bytes = texts, max_line_bytes, on_bytes
+    def __init__(self, texts: Iterable[str], max_line_bytes: int) -> None:
+        self._texts, self._max_line_bytes = texts, max_line_bytes
         self.failure: BaseException | None = None
         self.report = TrainingReport(0, 0, 0, 0)
 
@@ -187,7 +203,6 @@ class _TrainingLines:
             for text in self._texts:
                 document_bytes = len(text.encode("utf-8"))
                 documents, total = documents + 1, total + document_bytes
-                self._on_bytes(document_bytes)
                 for line in text.translate(_UNLEARNABLE).split("\n"):
                     num_bytes = len(line.encode("utf-8"))
                     if num_bytes > self._max_line_bytes:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from data_pipeline.errors import UserError
-from data_pipeline.inputs import Document
-from data_pipeline.shards import write_data_folder
+from data_pipeline.readers import Document
+from data_pipeline.shards import Layout, write_data_folder
 from data_pipeline.stream import TokenDataset
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer, train_tokenizer
 from fastslow_scale import cli
@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     base = tmp_path_factory.mktemp("trained")
     tokenizer, _ = train_tokenizer(some_texts(200), 360)
     documents = (Document(text, f"document {n}") for n, text in enumerate(some_texts(40)))
-    write_data_folder(base / "data", documents, tokenizer, SEQ_LENGTH)
+    write_data_folder(base / "data", documents, tokenizer, Layout(SEQ_LENGTH))
     config = small_config(
         model={"vocab_size": tokenizer.vocab_size},
         data={"path": base / "data"},
@@ -236,7 +236,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(trained: Trained, own: Path) -
         assert not (own / MODEL_NAME).exists()
 
         documents = (Document(text, f"document {n}") for n, text in enumerate(some_texts(40)))
-        write_data_folder(own / "data", documents, same_size, SEQ_LENGTH)
+        write_data_folder(own / "data", documents, same_size, Layout(SEQ_LENGTH))
         for name in (MODEL_NAME, "manifest.json"):
             shutil.copy(own / "data" / name, trained.data / name)
         assert "was trained on other data than" in refusal(own)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.inputs import Document
-from data_pipeline.shards import write_data_folder
+from data_pipeline.readers import Document
+from data_pipeline.shards import Layout, write_data_folder
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven tall ships drift slowly past old harbour walls".split()
@@ -59,11 +59,11 @@ def tokenizer(texts: list[str]) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def write(tokenizer: Tokenizer) -> Callable[..., Path]:
-    """write(folder, texts, seq_length=..., **options of write_data_folder) -> folder"""
+    """write(folder, texts, seq_length=..., **options of Layout) -> folder"""
 
     def write_folder(folder: Path, texts: list[str], seq_length: int = 16, **options: Any) -> Path:
         documents = (Document(text, f"document {number}") for number, text in enumerate(texts))
-        write_data_folder(folder, documents, tokenizer, seq_length, **options)
+        write_data_folder(folder, documents, tokenizer, Layout(seq_length, **options))
         return folder
 
     return write_folder

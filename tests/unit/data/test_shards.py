@@ -15,9 +15,7 @@ from data_pipeline.documents import iter_documents
 from data_pipeline.errors import UserError
 from data_pipeline.files import building
 from data_pipeline.index import DOCUMENT_DTYPE, Manifest, load_table
-from data_pipeline.inputs import Document
 from data_pipeline.packing import split_and_shuffle
-from data_pipeline.shards import write_data_folder
 from data_pipeline.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.unit
@@ -74,14 +72,9 @@ def test_nasty_documents_come_back_exactly_in_the_recorded_order(
     assert sorted(found) == sorted(nasty_texts)
 
 
-def test_bytes_do_not_depend_on_order_or_workers(tmp_path: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
-    # more than one batch of the encoder, whose last is a short one
-    documents = [Document(text * 60, str(n)) for n, text in enumerate(texts)]
-    assert 2 << 20 < sum(len(document.text) for document in documents) < 8 << 20
-    write_data_folder(tmp_path / "a", documents, tokenizer, 100)
-    write_data_folder(tmp_path / "b", reversed(documents), tokenizer, 100, workers=2)
-    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
-    assert sum(split.documents for split in Manifest.load(tmp_path / "a").splits.values()) == len(texts)
+def test_bytes_do_not_depend_on_the_order_of_the_documents(tmp_path: Path, write: Write, texts: list[str]) -> None:
+    first, second = write(tmp_path / "a", texts[:60]), write(tmp_path / "b", texts[59::-1])
+    assert files_of(first) == files_of(second)
 
 
 def test_the_seed_changes_the_order_but_not_the_split(tmp_path: Path, write: Write, texts: list[str]) -> None:
@@ -177,6 +170,20 @@ def test_two_processes_cannot_build_the_same_folder(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="being written by another process"), building(tmp_path / "data"):
             pass
     assert files_of(tmp_path) == {"data/file": b"x"}
+
+
+def test_only_what_is_to_be_kept_survives_a_failure(tmp_path: Path) -> None:
+    for content in ({}, {"part": "x"}):
+        with pytest.raises(UserError, match="stop"), building(tmp_path / "data", keep="spool") as partial:
+            (partial / "spool").mkdir(exist_ok=True)
+            (partial / "train").mkdir()
+            for name, text in content.items():
+                (partial / "spool" / name).write_text(text)
+            raise UserError("stop")
+        assert {path.name for path in tmp_path.rglob("*")} <= {".data.partial", ".lock", "spool", *content}
+        assert (tmp_path / ".data.partial").exists() == bool(content)
+    with building(tmp_path / "data", keep="spool") as partial:
+        assert files_of(partial / "spool") == {"part": b"x"}
 
 
 def test_leftovers_of_a_killed_run_are_cleared(tmp_path: Path) -> None:
