@@ -1,0 +1,173 @@
+"""What `fastslow data shard` costs: its rate per process beside sentencepiece's own, and the memory of all processes.
+
+python benchmarks/encoding.py rate              MB/s of 1 and 2 workers against sentencepiece in one process
+python benchmarks/encoding.py memory --gb 1     resident memory while a made-up corpus of that size is sharded
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import sentencepiece
+
+from data_pipeline.encode import Reading
+from data_pipeline.inputs import find_files
+from data_pipeline.pool import Corpus
+from data_pipeline.readers import read_documents
+from data_pipeline.shards import Layout, write_data_folder
+from data_pipeline.tokenizer import MODEL_NAME, train_tokenizer
+
+_VOCAB_SIZE = 8192
+_SECONDS_BETWEEN_SAMPLES = 0.2
+
+
+def interpreter_sources() -> list[str]:
+    """Code that is always at hand: the interpreter's own standard library, without its tests and what was installed."""
+    library = Path(random.__file__).parent
+    return [f"{library}/*.py", *(f"{library}/{name}/**/*.py" for name in ("asyncio", "email", "idlelib", "unittest"))]
+
+
+def made_up_documents(num_bytes: int, seed: int = 0) -> Iterator[str]:
+    """Documents of lines of made-up words, a few KB each, until `num_bytes` are reached."""
+    rng = random.Random(seed)
+    letters = "etaoinshrdlucmfwypvbgkjqxz"
+    words = ["".join(rng.choices(letters, range(26, 0, -1), k=rng.randint(1, 11))) for _ in range(50_000)]
+    frequency = [1 / rank for rank in range(1, len(words) + 1)]
+    lines = [" ".join(rng.choices(words, frequency, k=rng.randint(4, 20))) for _ in range(50_000)]
+    done = number = 0
+    while done < num_bytes:
+        text = f"{number}\n" + "\n".join(rng.choices(lines, k=rng.randint(5, 100))) + "\n"
+        yield text
+        done += len(text)
+        number += 1
+
+
+def write_rows(folder: Path, num_bytes: int, num_files: int, seed: int = 0) -> int:
+    """.jsonl files; returns their size in bytes."""
+    folder.mkdir()
+    total = 0
+    for number in range(num_files):
+        with (folder / f"{number:03d}.jsonl").open("w") as file:
+            for text in made_up_documents(num_bytes // num_files, seed + number):
+                total += file.write(json.dumps({"text": text}) + "\n")
+    return total
+
+
+def shard(corpus: Path, tokenizer: Path, output: Path, workers: int) -> tuple[float, int]:
+    """Run the command to its end; seconds, and the largest resident memory of all its processes together."""
+    arguments = ["--input", corpus, "--tokenizer", tokenizer, "--seq-len", 2048, "--output", output]
+    command = [
+        sys.executable,
+        "-m",
+        "data_pipeline.cli",
+        "shard",
+        *arguments,
+        "--workers",
+        workers,
+        "--on-error",
+        "skip",
+    ]
+    start = time.perf_counter()
+    peak = 0
+    with subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL) as process:
+        family = psutil.Process(process.pid)
+        while process.poll() is None:
+            peak = max(peak, _resident(family))
+            time.sleep(_SECONDS_BETWEEN_SAMPLES)
+    if process.returncode:
+        sys.exit(f"data shard ended with status {process.returncode}")
+    return time.perf_counter() - start, peak
+
+
+def _resident(family: psutil.Process) -> int:
+    total = 0
+    try:
+        for process in [family, *family.children(recursive=True)]:
+            total += process.memory_info().rss
+    except psutil.NoSuchProcess:
+        pass
+    return total
+
+
+def sentencepiece_rate(texts: list[str], model: bytes) -> float:
+    """Bytes per second of the library alone, one document a call, one thread; texts are in memory."""
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    start = time.perf_counter()
+    for text in texts:
+        processor.encode(text)
+    return sum(len(text.encode()) for text in texts) / (time.perf_counter() - start)
+
+
+def encoding_table(corpora: dict[str, list[str]], max_workers: int = 2) -> str:
+    """A table of rates, in one run on one machine.
+
+    A rate of `data shard` is that of all it does between imports and the finished folder: starting workers, reading,
+    decoding, hashing, encoding, packing, writing, checksums. For the ratio it is divided by the number of workers.
+    """
+    lines = ["| corpus | model | MB | workers | per process / sentencepiece | MB/s in all | sentencepiece MB/s |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for name, inputs in corpora.items():
+        files = find_files(inputs)
+        texts = [document.text for document in read_documents(files.files, on_fault=lambda fault: None)]
+        size = sum(len(text.encode()) for text in texts)
+        for model in ("bpe", "unigram"):
+            trained, _ = train_tokenizer(texts[:: max(1, len(texts) // 1000)], _VOCAB_SIZE, model)  # type: ignore[arg-type]
+            alone = sentencepiece_rate(texts, trained.model)
+            for workers in range(1, max_workers + 1):
+                with tempfile.TemporaryDirectory() as scratch:
+                    corpus = Corpus(files, Reading(skip_faults=True))
+                    start = time.perf_counter()
+                    write_data_folder(Path(scratch) / "out", corpus, trained, Layout(2048), workers=workers)
+                    rate = size / (time.perf_counter() - start)
+                share = rate / workers / alone
+                numbers = f"{size / 1e6:.0f} | {workers} | {share:.2f} | {rate / 1e6:.2f} | {alone / 1e6:.2f}"
+                lines.append(f"| {name} | {model} | {numbers} |")
+    return "\n".join(lines)
+
+
+def memory_table(num_bytes: int, workers: int, scratch: Path) -> str:
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    try:
+        size = write_rows(folder / "corpus", num_bytes, num_files=4)
+        sample = [text for _, text in zip(range(1000), made_up_documents(num_bytes), strict=False)]
+        trained, _ = train_tokenizer(sample, _VOCAB_SIZE, "unigram")
+        (folder / MODEL_NAME).write_bytes(trained.model)
+        seconds, peak = shard(folder / "corpus", folder, folder / "out", workers)
+    finally:
+        shutil.rmtree(folder)
+    lines = ["| corpus GB | workers | peak memory, all processes, GB | MB/s |", "|---|---|---|---|"]
+    lines.append(f"| {size / 1e9:.2f} | {workers} | {peak / 1e9:.2f} | {size / seconds / 1e6:.1f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["rate", "memory"])
+    parser.add_argument("--mb", type=float, default=60, help="size of the made-up corpus of `rate`")
+    parser.add_argument("--gb", type=float, default=1, help="size of the corpus of `memory`")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where corpus and shards go")
+    options = parser.parse_args()
+    if options.what == "memory":
+        print(memory_table(int(options.gb * 1e9), options.workers, options.scratch))
+        return
+    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+        rows = Path(scratch) / "rows"
+        write_rows(rows, int(options.mb * 1e6), num_files=4)
+        print(
+            encoding_table({"made up, .jsonl": [str(rows)], "standard library": interpreter_sources()}, options.workers)
+        )
+
+
+if __name__ == "__main__":
+    main()
