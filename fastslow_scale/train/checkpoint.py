@@ -2,24 +2,27 @@
 
 A save has three parts: snapshot (a copy in host memory), write (files, no other rank needed) and commit (all ranks
 agree, then one renames). Every rank writes what it alone holds; what several ranks hold is written by one of them.
+`saver.Saver` does the last two in the background.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from data_pipeline.errors import UserError
 from fastslow_scale.parallel.mesh import Mesh
 from fastslow_scale.parallel.sharing import sharded_dim
 from fastslow_scale.train import checkpoint_files as files
+from fastslow_scale.train.agreement import Ranks
 from fastslow_scale.train.checkpoint_files import Found, find_checkpoint
 from fastslow_scale.train.checkpoint_reader import MOMENTS, WEIGHTS, CheckpointReader, piece_key, rank_state_key
+from fastslow_scale.train.host_buffers import HostBuffers
 from fastslow_scale.train.zero_fragments import (
     EngineState,
     Fragment,
@@ -30,7 +33,7 @@ from fastslow_scale.train.zero_fragments import (
 
 __all__ = ["CheckpointReader", "Found", "Restored", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
 
-Result = TypeVar("Result")
+_MANIFEST_ROOM = 1 << 20  # bytes, for the manifest and the headers of the files
 
 
 class Restored(NamedTuple):
@@ -52,6 +55,10 @@ class Snapshot:
     tensors: dict[str, torch.Tensor]
     elements: dict[str, int]  # how many of each kind are among the tensors
 
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
 
 def save_checkpoint(
     engine: Any,
@@ -69,20 +76,56 @@ def save_checkpoint(
         rank_state: this rank's own tensors, such as the state of its random number generators.
 
     Raises:
+        UserError, RuntimeError: as `store`.
+    """
+    buffers = HostBuffers(mesh.device)
+    return store(
+        lambda: take_snapshot(engine, mesh, step, state, rank_state or {}, buffers), mesh, Ranks(), folder, step, keep
+    )
+
+
+def store(
+    snapshot_of: Callable[[], Snapshot],
+    mesh: Mesh,
+    ranks: Ranks,
+    folder: Path,
+    step: int,
+    keep: int,
+    keep_every: int = 0,
+) -> Path:
+    """Makes every rank's snapshot one durable checkpoint in `folder` and the newest there. All ranks call it together.
+
+    Args:
+        snapshot_of: gives this rank's share; what it raises counts as a failure of the save.
+
+    Raises:
         UserError, RuntimeError: some rank failed. All ranks raise, naming that rank and its file; the older checkpoints
             and `latest` are as they were.
     """
     failure = f"the checkpoint of step {step} was not saved"
-    saving = _on_main(mesh, failure, lambda: files.begin(folder, step))
+    saving = ranks.on_main(failure, lambda: files.begin(folder, step))
     try:
-        snapshot = _on_all(mesh, failure, lambda: take_snapshot(engine, mesh, step, state, rank_state or {}))
-        entry = _on_all(mesh, failure, lambda: write_snapshot(snapshot, mesh, saving))
-        entries = _gather(mesh, entry)
-        return _on_main(mesh, failure, lambda: files.commit(saving, _with_files(snapshot.manifest, entries), keep))
+        snapshot = ranks.on_all(failure, snapshot_of)
+        needed = sum(ranks.gather(snapshot.bytes)) + _MANIFEST_ROOM
+        ranks.on_main(failure, lambda: files.require_space(folder, needed))
+        entry = ranks.on_all(failure, lambda: write_snapshot(snapshot, mesh, saving))
+        manifest = _with_files(snapshot.manifest, ranks.gather(entry))
+        return ranks.on_main(failure, lambda: files.commit(saving, manifest, keep, keep_every))
     except (UserError, RuntimeError):
         if mesh.rank == 0:
             files.abandon(saving)
         raise
+
+
+def find_together(folder: Path, resume: str) -> Found:
+    """`find_checkpoint`, with the bytes to verify shared among all ranks, which call it together."""
+    ranks = Ranks()
+    paths = ranks.agree(lambda: files.candidates(folder, resume) if ranks.rank == 0 else [])[0]
+
+    def check(path: Path) -> None:
+        ranks.agree(lambda: files.verify(path, ranks.rank, ranks.count))
+
+    return files.first_sound(folder, resume, paths, check)
 
 
 @torch.no_grad()
@@ -96,8 +139,9 @@ def load_checkpoint(engine: Any, mesh: Mesh, path: Path) -> Restored:
             The engine may be half loaded.
     """
     failure = f"the checkpoint {path} was not loaded"
-    reader = _on_all(mesh, failure, lambda: CheckpointReader(path))
-    engine_state = _on_all(mesh, failure, lambda: _read_into(engine, mesh, reader))
+    ranks = Ranks()
+    reader = ranks.on_all(failure, lambda: CheckpointReader(path))
+    engine_state = ranks.on_all(failure, lambda: _read_into(engine, mesh, reader))
     engine_state.push_masters()
     write_counters(engine, reader.manifest["engine"])
     same_layout = (reader.tp_size, reader.dp_size) == (mesh.tp_size, mesh.dp_size)
@@ -105,30 +149,49 @@ def load_checkpoint(engine: Any, mesh: Mesh, path: Path) -> Restored:
 
 
 def take_snapshot(
-    engine: Any, mesh: Mesh, step: int, state: Mapping[str, Any], rank_state: Mapping[str, torch.Tensor]
+    engine: Any,
+    mesh: Mesh,
+    step: int,
+    state: Mapping[str, Any],
+    rank_state: Mapping[str, torch.Tensor],
+    buffers: HostBuffers,
 ) -> Snapshot:
-    """Copies this rank's share into host memory; the engine may go on afterwards. Needs no other rank."""
+    """Copies this rank's share into `buffers`; the engine may go on afterwards. Needs no other rank."""
     require_step_boundary(engine)
     engine_state = EngineState(engine)
     order = {name: index for index, name in enumerate(engine_state.parameters)}
-    tensors = {rank_state_key(name): _to_host(tensor, tensor.dtype) for name, tensor in rank_state.items()}
-    elements = dict.fromkeys((WEIGHTS, *MOMENTS), 0)
-    for fragment in engine_state.fragments:
-        if not _is_writer(fragment, engine_state, mesh, order[fragment.name]):
-            continue
-        for kind in (WEIGHTS, *MOMENTS) if fragment.trained else (WEIGHTS,):
-            view = engine_state.view(fragment, kind)
-            if view is not None:
-                tensors[piece_key(fragment.name, kind, fragment.start)] = _to_host(view, torch.float32)
-                elements[kind] += fragment.count
+    tensors, elements = {}, dict.fromkeys((WEIGHTS, *MOMENTS), 0)
+    for fragment, kind, key in _own_pieces(engine_state, mesh):
+        view = engine_state.view(fragment, kind)
+        if view is not None:
+            tensors[key] = buffers.copy(key, view, torch.float32)
+            elements[kind] += fragment.count
+    for name, tensor in rank_state.items():
+        tensors[rank_state_key(name)] = buffers.copy(rank_state_key(name), tensor, tensor.dtype)
+    buffers.complete()
     manifest = {
         "step": step,
         "layout": {"tp_size": mesh.tp_size, "dp_size": mesh.dp_size, "zero_stage": engine.zero_optimization_stage()},
         "parameters": {name: _describe(name, index, engine_state, mesh.tp_size) for name, index in order.items()},
         "engine": read_counters(engine),
-        "state": dict(state),
+        "state": json.loads(json.dumps(state)),  # the caller's lists may change before this is written
     }
     return Snapshot(manifest, f"tp{mesh.tp_rank}_dp{mesh.dp_rank}.safetensors", tensors, elements)
+
+
+def reserve_buffers(engine: Any, mesh: Mesh, buffers: HostBuffers) -> None:
+    """Makes room for this rank's share of every later snapshot, the moments that AdamW has not made yet included."""
+    for fragment, _, key in _own_pieces(EngineState(engine), mesh):
+        buffers.reserve(key, fragment.count)
+
+
+def _own_pieces(engine_state: EngineState, mesh: Mesh) -> Iterator[tuple[Fragment, str, str]]:
+    """Fragment, kind and key of all that this rank is the one to write."""
+    order = {name: index for index, name in enumerate(engine_state.parameters)}
+    for fragment in engine_state.fragments:
+        if _is_writer(fragment, engine_state, mesh, order[fragment.name]):
+            for kind in (WEIGHTS, *MOMENTS) if fragment.trained else (WEIGHTS,):
+                yield fragment, kind, piece_key(fragment.name, kind, fragment.start)
 
 
 def write_snapshot(snapshot: Snapshot, mesh: Mesh, saving: Path) -> dict[str, Any]:
@@ -160,16 +223,21 @@ def _read_into(engine: Any, mesh: Mesh, reader: CheckpointReader) -> EngineState
     engine_state = EngineState(engine)
     _require_same_model(engine_state, reader, mesh.tp_size)
     engine_state.set_adam_steps({name: reader.adam_step(name) for name in reader.names()})
+    read_fragments(engine_state, mesh, reader, set(reader.names()), (WEIGHTS, *MOMENTS))
+    return engine_state
+
+
+def read_fragments(
+    engine_state: EngineState, mesh: Mesh, reader: CheckpointReader, names: set[str], kinds: Sequence[str]
+) -> None:
+    """Fills what this rank holds of these parameters, and reads no more of the files than that."""
     for fragment in engine_state.fragments:
         tp_dim = sharded_dim(engine_state.parameters[fragment.name])
-        for kind in (WEIGHTS, *MOMENTS) if fragment.trained else (WEIGHTS,):
+        for kind in kinds if fragment.trained else (WEIGHTS,):
             view = engine_state.view(fragment, kind)
-            if view is not None:
-                saved = reader.local(
-                    fragment.name, kind, fragment.start, fragment.count, tp_dim, mesh.tp_rank, mesh.tp_size
-                )
-                view.copy_(saved)
-    return engine_state
+            if view is not None and fragment.name in names:
+                place = (fragment.start, fragment.count, tp_dim, mesh.tp_rank, mesh.tp_size)
+                view.copy_(reader.local(fragment.name, kind, *place))
 
 
 def _require_same_model(engine_state: EngineState, reader: CheckpointReader, tp_size: int) -> None:
@@ -179,7 +247,7 @@ def _require_same_model(engine_state: EngineState, reader: CheckpointReader, tp_
         what = f"it lacks {missing[0]}" if missing else f"it has {unknown[0]}, which this model lacks"
         raise UserError(f"{reader.path} is of another model: {what}")
     for name in engine_state.parameters:
-        shape = _full_shape(name, engine_state, tp_size)
+        shape = full_shape(name, engine_state, tp_size)
         if shape != reader.shape(name):
             raise UserError(f"{reader.path} is of another model: {name} is {reader.shape(name)} there, {shape} here")
         if engine_state.is_trained(name) != reader.is_trained(name):
@@ -190,14 +258,15 @@ def _require_same_model(engine_state: EngineState, reader: CheckpointReader, tp_
 def _describe(name: str, index: int, engine_state: EngineState, tp_size: int) -> dict[str, Any]:
     return {
         "index": index,
-        "shape": _full_shape(name, engine_state, tp_size),
+        "shape": full_shape(name, engine_state, tp_size),
         "tp_dim": _tp_dim(name, engine_state),
         "trained": engine_state.is_trained(name),
         "adam_step": engine_state.adam_step(name),
     }
 
 
-def _full_shape(name: str, engine_state: EngineState, tp_size: int) -> tuple[int, ...]:
+def full_shape(name: str, engine_state: EngineState, tp_size: int) -> tuple[int, ...]:
+    """The shape of the whole parameter, not cut over ranks."""
     shape, tp_dim = list(engine_state.local_shape(name)), _tp_dim(name, engine_state)
     if tp_dim is not None:
         shape[tp_dim] *= tp_size
@@ -219,35 +288,3 @@ def _is_writer(fragment: Fragment, engine_state: EngineState, mesh: Mesh, index:
     return (not replicated or index % mesh.tp_size == mesh.tp_rank) and (
         not fragment.on_every_dp_rank or index // mesh.tp_size % mesh.dp_size == mesh.dp_rank
     )
-
-
-def _to_host(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.detach().to("cpu", dtype, copy=True).contiguous()
-
-
-def _on_all(mesh: Mesh, failure: str, action: Callable[[], Result]) -> Result:
-    """Does `action` on every rank. If it raises on any, all raise one message that begins with `failure`."""
-    try:
-        result, complaint, cause = action(), None, None
-    except Exception as error:
-        user_can_mend = isinstance(error, UserError | OSError)
-        complaint, cause = (user_can_mend, str(error) if user_can_mend else repr(error)), error
-    complaints = [(rank, *told) for rank, told in enumerate(_gather(mesh, complaint)) if told]
-    if complaints:
-        reasons = "; ".join(f"rank {rank}: {text}" for rank, _, text in complaints)
-        kind = UserError if all(user_can_mend for _, user_can_mend, _ in complaints) else RuntimeError
-        raise kind(f"{failure}: {reasons}") from cause
-    return result
-
-
-def _on_main(mesh: Mesh, failure: str, action: Callable[[], Result]) -> Result:
-    """Does `action` on rank 0 and gives all ranks its result."""
-    result = _on_all(mesh, failure, lambda: action() if mesh.rank == 0 else None)
-    shared: Result = _gather(mesh, result)[0]
-    return shared
-
-
-def _gather(mesh: Mesh, item: Any) -> list[Any]:
-    items: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(items, item)
-    return items

@@ -7,6 +7,7 @@ moments). `rank_state|NAME` is what else the rank gave.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,16 +91,34 @@ class CheckpointReader:
     ) -> torch.Tensor:
         """Elements [start, start + count) of the flattened shard that `tp_rank` of `tp_size` holds, shape [count].
 
-        The parameter is cut along `tp_dim`, or whole on every rank where that is None. Where the layout is the one that
-        was saved, nothing but these elements is read.
+        The parameter is cut along `tp_dim`, or whole on every rank where that is None. Only the rows that these
+        elements lie in are read; where the layout is the one that was saved, only the elements themselves.
         """
         if not self._has(name, kind):
             return torch.zeros(count)
-        if tp_size == self.tp_size and tp_dim == self._parameters[name]["tp_dim"]:
+        saved_dim: int | None = self._parameters[name]["tp_dim"]
+        sources = 1 if saved_dim is None else self.tp_size
+        parts = 1 if tp_dim is None else tp_size
+        if sources == parts:
             return self._elements(name, kind, tp_rank, start, count)
-        whole = self.full(name, kind)
-        shard = whole if tp_dim is None else whole.chunk(tp_size, tp_dim)[tp_rank]
-        return shard.reshape(-1)[start : start + count]
+        # Seen as [rows, row], shards are side by side in each row: `row` begins with the dimension that is cut.
+        shape = self.shape(name)
+        row = math.prod(shape[next(dim for dim in (saved_dim, tp_dim) if dim is not None) :])
+        ours, theirs = row // parts, row // sources
+        first, last = start // ours, -(-(start + count) // ours)
+        low, high = (tp_rank % parts) * ours, (tp_rank % parts + 1) * ours
+        if last - first == 1:
+            low, high = low + start - first * ours, low + start + count - first * ours
+        columns = []
+        for source in range(low // theirs, -(-high // theirs)):
+            left, right = max(low - source * theirs, 0), min(high - source * theirs, theirs)
+            if last - first == 1:
+                columns.append(self._elements(name, kind, source, first * theirs + left, right - left).view(1, -1))
+            else:
+                block = self._elements(name, kind, source, first * theirs, (last - first) * theirs)
+                columns.append(block.view(last - first, theirs)[:, left:right])
+        offset = 0 if last - first == 1 else start - first * ours
+        return torch.cat(columns, dim=1).reshape(-1)[offset : offset + count]
 
     def rank_state(self, tp_rank: int, dp_rank: int) -> dict[str, torch.Tensor]:
         """What this rank gave to be saved beside the parameters."""

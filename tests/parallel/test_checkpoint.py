@@ -2,179 +2,35 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from data_pipeline.errors import UserError
-from fastslow_scale.parallel.mesh import DeepSpeedMpu, Mesh, build_mesh, start_process_group
+from fastslow_scale.parallel.mesh import start_process_group
 from fastslow_scale.train import checkpoint_files
-from fastslow_scale.train.checkpoint import CheckpointReader, find_checkpoint, load_checkpoint, save_checkpoint
-from fastslow_scale.train.checkpoint_reader import MOMENTS, WEIGHTS
-from fastslow_scale.train.engine import import_deepspeed
-from fastslow_scale.train.zero_fragments import EngineState
+from fastslow_scale.train.checkpoint import CheckpointReader, find_checkpoint, find_together, load_checkpoint
+from tests.parallel.toy import (
+    STEPS,
+    Run,
+    Setup,
+    clear_moments,
+    counters_of,
+    error_of,
+    expect,
+    read_all,
+    same,
+    same_weights,
+    visible_weights,
+)
 from tests.ranks import run_ranks
 
 WORLD_SIZE = 4
-GLOBAL_BATCH = 8
-MICRO_BATCHES = 2
-STEPS = 3  # before the checkpoint, and after it
-
-Tensors = dict[tuple[str, str], torch.Tensor]
-
-
-class Toy(nn.Module):
-    """One weight of each sort: sharded along either dimension, replicated, frozen, unused; odd sizes throughout."""
-
-    def __init__(self, mesh: Mesh, seed: int) -> None:
-        super().__init__()
-        self.mesh = mesh
-        draw = torch.Generator().manual_seed(seed)
-        self.up = self._parameter(draw, (12, 5), tp_dim=0)
-        self.up_scale = self._parameter(draw, (12,), tp_dim=0)
-        self.down = self._parameter(draw, (7, 12), tp_dim=1)
-        self.norm = self._parameter(draw, (7,))
-        self.head = self._parameter(draw, (3, 7))
-        self.gate = self._parameter(draw, (1,))
-        self.unused = self._parameter(draw, (3, 3))
-        self.frozen_up = self._parameter(draw, (8, 5), tp_dim=0, trained=False)
-        self.frozen_down = self._parameter(draw, (7, 8), tp_dim=1, trained=False)
-        self.frozen_scale = self._parameter(draw, (7,), trained=False)
-
-    def _parameter(
-        self, draw: torch.Generator, shape: tuple[int, ...], tp_dim: int | None = None, trained: bool = True
-    ) -> nn.Parameter:
-        whole = torch.randn(shape, generator=draw)
-        local = whole if tp_dim is None else whole.chunk(self.mesh.tp_size, tp_dim)[self.mesh.tp_rank].clone()
-        parameter = nn.Parameter(local, requires_grad=trained)
-        if tp_dim is not None:
-            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, tp_dim, 1
-        return parameter
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, 5] -> [B, 3]"""
-        x = x.to(self.norm.dtype)
-        inside = _CopyIn.apply(x, self.mesh.tp_group)
-        partial = torch.tanh(inside @ self.up.T * self.up_scale) @ self.down.T
-        partial = partial + torch.relu(inside @ self.frozen_up.T) @ self.frozen_down.T
-        whole = _SumOut.apply(partial, self.mesh.tp_group)
-        return ((whole * self.norm + self.frozen_scale * self.gate) @ self.head.T).float()
-
-
-class _CopyIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _SumOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-@dataclass(frozen=True)
-class Setup:
-    tp_size: int
-    zero_stage: int
-    dtype: str = "fp32"
-
-    def __str__(self) -> str:
-        return f"TP{self.tp_size} ZeRO-{self.zero_stage} {self.dtype}"
-
-
-class Run:
-    """An engine around a toy, and its data."""
-
-    def __init__(self, setup: Setup, seed: int) -> None:
-        self.mesh = mesh_of(setup.tp_size)
-        self.micro_batch = GLOBAL_BATCH // self.mesh.dp_size // MICRO_BATCHES
-        model = Toy(self.mesh, seed)
-        matrices = [model.up, model.down, model.head, model.unused]
-        groups = [
-            {"params": matrices, "lr": 2e-2, "weight_decay": 0.1},
-            {"params": [model.up_scale, model.norm], "lr": 1e-2, "weight_decay": 0.0},
-            {"params": [model.gate], "lr": 3e-2, "weight_decay": 0.0, "eps": 1e-15},
-        ]
-        settings = {
-            "train_micro_batch_size_per_gpu": self.micro_batch,
-            "gradient_accumulation_steps": MICRO_BATCHES,
-            "gradient_clipping": 0.5,
-            "bf16": {"enabled": setup.dtype == "bf16"},
-            "data_types": {"grad_accum_dtype": "fp32"},
-            # A threshold between the sizes: some parameters stay gathered, others do not.
-            "zero_optimization": {
-                "stage": setup.zero_stage,
-                "stage3_param_persistence_threshold": 10,
-                "reduce_bucket_size": 1000,
-                "allgather_bucket_size": 1000,
-            },
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-        }
-        self.engine, *_ = import_deepspeed().initialize(
-            model=model,
-            optimizer=torch.optim.AdamW(groups, fused=True),
-            config=settings,
-            mpu=DeepSpeedMpu(self.mesh),
-        )
-
-    def train(self, first_step: int, steps: int = STEPS) -> list[float]:
-        """The losses of the whole batch at each step."""
-        return [self._step(step) for step in range(first_step, first_step + steps)]
-
-    def _step(self, step: int) -> float:
-        draw = torch.Generator().manual_seed(step)
-        inputs, targets = torch.randn(GLOBAL_BATCH, 5, generator=draw), torch.randn(GLOBAL_BATCH, 3, generator=draw)
-        total = torch.zeros(())
-        for micro_batch in range(MICRO_BATCHES):
-            first = (micro_batch * self.mesh.dp_size + self.mesh.dp_rank) * self.micro_batch
-            rows = slice(first, first + self.micro_batch)
-            loss = (self.engine(inputs[rows]) - targets[rows]).square().mean()
-            self.engine.backward(loss)
-            self.engine.step()
-            total += loss.detach() / (MICRO_BATCHES * self.mesh.dp_size)
-        dist.all_reduce(total, group=self.mesh.dp_group)
-        return total.item()
-
-    def save(self, folder: Path, step: int = STEPS, keep: int = 9) -> Path:
-        rank_state = {"rng": torch.full((3,), self.mesh.rank)}
-        return save_checkpoint(self.engine, self.mesh, folder, step, {"consumed": [step, 0.5]}, keep, rank_state)
-
-    def full(self, folder: Path) -> Tensors:
-        """All masters and moments, whole, by way of a checkpoint in `folder`."""
-        return read_all(self.save(folder))
-
-
-def read_all(path: Path) -> Tensors:
-    reader = CheckpointReader(path)
-    return {(name, kind): reader.full(name, kind) for name in reader.names() for kind in (WEIGHTS, *MOMENTS)}
-
-
-def same(left: Tensors, right: Tensors) -> bool:
-    """Bitwise."""
-    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
 # --- what the ranks do ---------------------------------------------------------------------------------------------
@@ -198,6 +54,8 @@ def all_cases() -> Iterator[tuple[str, Any]]:
     for before, after in RESHARD:
         yield f"{before} to {after}", lambda folder, pair=(before, after): reshard(folder, *pair)
     yield "failures", failures
+    yield "damage", damage
+    yield "bytes", bytes_read
 
 
 SAME_LAYOUT = [
@@ -295,70 +153,83 @@ def failures(folder: Path) -> None:
     expect("head" in message, message)
 
 
-# --- help ----------------------------------------------------------------------------------------------------------
+def damage(folder: Path) -> None:
+    """Whatever happens to the newest checkpoint, all ranks fall back to the one before, and name the file."""
+    run = Run(Setup(2, 1), seed=1)
+    run.train(0, steps=1)
+    first = run.save(folder, step=1)
+    run.train(1, steps=1)
+    second = run.save(folder, step=2)
+    expect(find_together(folder, "auto") == (second, []), "the sound checkpoint was not taken")
+    names = sorted(path.name for path in second.iterdir())
+    expect(len(names) == WORLD_SIZE + 1, f"files {names}")
+    for name in names:
+        content = (second / name).read_bytes()
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+        for changed in (flipped, content[:middle], None):
+            on_rank_0(lambda changed=changed, file=second / name: put(file, changed))
+            found = find_together(folder, "auto")
+            expect(found.path == first, f"{name}: took {found.path}")
+            expect([path for path, _ in found.passed_over] == [second], f"{name}: passed over {found.passed_over}")
+            expect(name in found.passed_over[0][1], f"{name}: {found.passed_over}")
+            message = error_of(UserError, lambda: find_together(folder, str(second)))
+            expect(str(second / name) in message and "\n" not in message, message)
+        on_rank_0(lambda content=content, file=second / name: put(file, content))
+    expect(find_together(folder, "auto") == (second, []), "the restored checkpoint was not taken")
+    expect(find_together(folder, "never") == (None, []), "never")
+    message = error_of(UserError, lambda: find_together(folder, str(folder / "step_9")))
+    expect("step_9: no such checkpoint" in message, message)
 
 
-@functools.lru_cache(maxsize=1)
-def mesh_of(tp_size: int) -> Mesh:
-    """Building a mesh ends the groups of the one before, which two engines of the same layout share."""
-    return build_mesh(tp_size)
+def put(file: Path, content: bytes | None) -> None:
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
 
 
-def expect(condition: bool, complaint: str) -> None:
-    """Asserts on all ranks at once, so that none goes on alone."""
-    complaints: list[str | None] = [None] * WORLD_SIZE
-    dist.all_gather_object(complaints, None if condition else complaint)
-    wrong = [f"rank {rank}: {text}" for rank, text in enumerate(complaints) if text is not None]
-    if wrong:
-        raise AssertionError("; ".join(wrong))
+def bytes_read(folder: Path) -> None:
+    """At the layout that was saved a rank reads what it holds, once; at another no more than the shards it overlaps."""
+    read = [0]
+    elements = CheckpointReader._elements
 
+    def counted(self: CheckpointReader, *args: Any) -> torch.Tensor:
+        found = elements(self, *args)
+        read[0] += found.numel()
+        return found
 
-def error_of(kind: type[Exception], action: Any) -> str:
-    """The message with which `action` fails."""
+    CheckpointReader._elements = counted  # type: ignore[method-assign]
     try:
-        action()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"no {kind.__name__} was raised")
-
-
-def visible_weights(run: Run) -> dict[str, torch.Tensor]:
-    """The weights that the model computes with, gathered where ZeRO-3 has cut them."""
-    weights = {}
-    for name, parameter in run.engine.module.named_parameters():
-        cut = hasattr(parameter, "ds_tensor") and parameter.ds_status.name != "AVAILABLE"
-        if cut:
-            parameter.all_gather()
-        weights[name] = parameter.detach().clone()
-        if cut:
-            parameter.partition()
-    return weights
-
-
-def same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(left[name], right[name]) for name in left)
-
-
-def counters_of(engine: Any) -> list[int]:
-    return [engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps]
-
-
-def clear_moments(engine: Any) -> None:
-    state = EngineState(engine)
-    for fragment in state.fragments:
-        for moment in MOMENTS:
-            view = state.view(fragment, moment) if fragment.trained else None
-            if view is not None:
-                view.zero_()
+        run = Run(Setup(2, 3), seed=1)
+        run.train(0, steps=1)
+        path = run.save(folder)
+        load_checkpoint(run.engine, run.mesh, path)
+        # Per tensor-parallel rank: 6 x 5 + 6 + 7 x 6 cut, 7 + 21 + 1 + 9 whole, with two moments each, and the frozen.
+        held = torch.tensor(read[0])
+        dist.all_reduce(held, group=run.mesh.dp_group)
+        expect(int(held) == 3 * (78 + 38) + 20 + 28 + 7, f"{int(held)} elements were read")
+        read[0] = 0
+        other = Run(Setup(4, 1), seed=2)
+        load_checkpoint(other.engine, other.mesh, path)
+        # `down` and `frozen_down` are cut along their columns: their rows come with the columns of one other rank.
+        expect(read[0] == 3 * (15 + 3 + 42 + 38) + 10 + 28 + 7, f"{read[0]} elements were read at another layout")
+    finally:
+        CheckpointReader._elements = elements  # type: ignore[method-assign]
 
 
 def damage_the_shape(path: Path) -> None:
     """Rewrites the manifest, checksum and all, for a model with another head."""
+    manifest = checkpoint_files.read_manifest(path)
+    manifest["parameters"]["head"]["shape"] = [7, 3]
+    on_rank_0(lambda: put(path / "manifest.json", checkpoint_files._encode(manifest).encode()))
+
+
+def on_rank_0(action: Callable[[], object]) -> None:
+    """Between two barriers, so that all ranks see the same files before and after."""
     dist.barrier()
     if dist.get_rank() == 0:
-        manifest = checkpoint_files.read_manifest(path)
-        manifest["parameters"]["head"]["shape"] = [7, 3]
-        (path / "manifest.json").write_text(checkpoint_files._encode(manifest))
+        action()
     dist.barrier()
 
 

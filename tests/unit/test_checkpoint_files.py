@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file
 
 from data_pipeline.errors import UserError
 from fastslow_scale.train import checkpoint_files as files
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.unit
 FILE_OPERATIONS = ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir")
 
 
-def write_checkpoint(folder: Path, step: int, note: str = "", keep: int = 2) -> Path:
+def write_checkpoint(folder: Path, step: int, note: str = "", keep: int = 2, keep_every: int = 0) -> Path:
     """What two tensor-parallel ranks save: a sharded [4, 3] that counts up from `step`, and a replicated [5]."""
     saving = files.begin(folder, step)
     sharded = torch.arange(step, step + 12.0).view(4, 3)
@@ -54,7 +55,7 @@ def write_checkpoint(folder: Path, step: int, note: str = "", keep: int = 2) -> 
         "state": {"note": note, 1: [0.1, None]},
         "files": entries,
     }
-    return files.commit(saving, manifest, keep)
+    return files.commit(saving, manifest, keep, keep_every)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -93,13 +94,12 @@ def die_at(operation: int) -> None:
 
         return call
 
-    def half_a_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
-        content = save(tensors)
-        path.write_bytes(content[: len(content) // 2])
+    def half_of_it(file: Any, digest: Any, content: bytes | memoryview) -> None:
+        file.write(content[: len(content) // 2])
 
     for name in FILE_OPERATIONS:
         setattr(os, name, counted(getattr(os, name), lambda *args: None))
-    files.save_file = counted(files.save_file, half_a_file)
+    files.write_chunk = counted(files.write_chunk, half_of_it)
 
 
 @pytest.mark.parametrize("step", [30, 20], ids=["a new step", "the same step again"])
@@ -218,6 +218,58 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
         find_checkpoint(tmp_path, str(tmp_path / "step_7"))
 
 
+def test_ranks_that_share_the_verification_read_every_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_checkpoint(tmp_path, 10)
+    read: list[tuple[int, str]] = []
+    for parts in (1, 2, 3):
+        for part in range(parts):
+            digest = files._sha256
+
+            def noted(file: Path, part: int = part, digest: Callable[[Path], str] = digest) -> str:
+                read.append((part, file.name))
+                return digest(file)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(files, "_sha256", noted)
+                files.verify(path, part, parts)
+    # One reads both; then each rank its own.
+    names = ["tp0_dp0.safetensors", "tp1_dp0.safetensors"]
+    assert sorted(read[:2]) == [(0, name) for name in names]
+    assert read[2:] == [(0, names[0]), (1, names[1])] * 2
+
+
+def test_a_folder_without_room_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path)
+    files.require_space(tmp_path, free.f_bavail * free.f_frsize // 2)
+    with pytest.raises(
+        UserError, match=rf"{tmp_path} needs 1,000,000,000,000,000\.0 MB, but only [\d,]+\.\d MB are free"
+    ):
+        files.require_space(tmp_path, 10**21)
+
+
+def test_tensor_files_are_ordinary_safetensors(tmp_path: Path) -> None:
+    """Read by the library; longer than one chunk, of every dtype, empty, and with a header of every length."""
+    for count in range(9):
+        tensors = {
+            "x" * count + "big": torch.arange(3 << 20, dtype=torch.float32),
+            "bytes": torch.arange(7, dtype=torch.uint8),
+            "numbers": torch.tensor([[1, -(2**40)]]),
+            "exact": torch.tensor(0.1, dtype=torch.float64),
+            "none": torch.empty(0),
+            "strided": torch.arange(6.0).view(2, 3).t(),
+        }
+        entry = files.write_tensors(tmp_path / "file", tensors)
+        content = (tmp_path / "file").read_bytes()
+        assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        loaded = load_file(tmp_path / "file")
+        assert loaded.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert loaded[name].dtype == tensor.dtype
+            assert torch.equal(loaded[name], tensor)
+
+
 def test_a_write_that_fails_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"absent/tp0_dp0\.safetensors"):
         files.write_tensors(tmp_path / "absent" / "tp0_dp0.safetensors", {"x": torch.zeros(1)})
@@ -233,6 +285,49 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step_00000040\n"
     write_checkpoint(tmp_path, 50, keep=1)
     assert names_in(tmp_path) == ["latest", "step_00000050"]
+
+
+def test_every_nth_stays_for_good(tmp_path: Path) -> None:
+    for step in range(10, 80, 10):
+        write_checkpoint(tmp_path, step, keep=2, keep_every=20)
+    kept = [f"step_{step:08d}" for step in (20, 40, 60, 70)]
+    assert names_in(tmp_path) == ["latest", *kept]
+    write_checkpoint(tmp_path, 90, keep=1, keep_every=20)
+    assert names_in(tmp_path) == ["latest", *kept[:3], "step_00000090"]
+
+
+@pytest.mark.parametrize("damage", ["manifest.json", "tp1_dp0.safetensors"])
+def test_what_lost_a_file_does_not_count_among_those_that_stay(tmp_path: Path, damage: str) -> None:
+    for step in (10, 20, 30):
+        write_checkpoint(tmp_path, step, keep=9)
+    for step in (20, 30):
+        (tmp_path / f"step_{step:08d}" / damage).unlink()
+    write_checkpoint(tmp_path, 40, keep=2)
+    assert "step_00000010" in names_in(tmp_path)
+    (tmp_path / "step_00000040" / damage).unlink()
+    assert find_checkpoint(tmp_path).path == tmp_path / "step_00000010"
+    for step in (50, 60):
+        write_checkpoint(tmp_path, step, keep=2)
+    assert names_in(tmp_path) == ["latest", "step_00000050", "step_00000060"]
+
+
+@pytest.mark.parametrize("damage", ["manifest.json", "tp1_dp0.safetensors"])
+def test_no_older_one_is_deleted_for_a_new_one_that_did_not_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    """A file system that loses what it has promised: the rename of the new folder takes a file away."""
+    write_checkpoint(tmp_path, 10)
+    rename = os.rename
+
+    def lossy(source: Path, target: Path) -> None:
+        rename(source, target)
+        if Path(target).name == "step_00000020":
+            (Path(target) / damage).unlink()
+
+    monkeypatch.setattr(os, "rename", lossy)
+    write_checkpoint(tmp_path, 20, keep=1)
+    assert "no older one is deleted" in caplog.text
+    assert find_checkpoint(tmp_path).path == tmp_path / "step_00000010"
 
 
 def test_newest_is_what_was_saved_last_after_a_return_to_an_earlier_step(tmp_path: Path) -> None:
@@ -290,6 +385,60 @@ def test_the_reader_cuts_for_any_number_of_ranks(tmp_path: Path, tp_size: int) -
         part = reader.local("sharded", "fp32", 1, size - 1, 0, rank, tp_size)
         assert torch.equal(part, whole[rank * size + 1 : (rank + 1) * size])
     assert torch.equal(reader.local("whole", "fp32", 2, 3, None, tp_size - 1, tp_size), torch.zeros(3))
+
+
+@pytest.mark.parametrize("saved", [1, 2, 4])
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_any_slice_of_any_cut_reads_only_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dim: int | None, saved: int
+) -> None:
+    """Every range of every rank's shard, against slices of the whole tensor; what is read is counted."""
+    whole = torch.arange(8.0 * 12).view(8, 12)
+    path = write_whole(tmp_path, whole, dim, saved)
+    reader = CheckpointReader(path)
+    read = [0]
+    elements = CheckpointReader._elements
+
+    def counted(self: CheckpointReader, name: str, kind: str, tp_rank: int, start: int, count: int) -> torch.Tensor:
+        read[0] += count
+        return elements(self, name, kind, tp_rank, start, count)
+
+    monkeypatch.setattr(CheckpointReader, "_elements", counted)
+    for parts in (1, 2, 4):
+        for rank in range(parts):
+            shard = whole if dim is None else whole.chunk(parts, dim)[rank]
+            flat, row = shard.flatten(), shard[0].numel() if dim == 1 else shard.numel()
+            for start in range(0, flat.numel(), 5):
+                for count in {1, 7, row, flat.numel() - start} & set(range(1, flat.numel() - start + 1)):
+                    read[0] = 0
+                    part = reader.local("weight", "fp32", start, count, dim, rank, parts)
+                    assert torch.equal(part, flat[start : start + count]), (parts, rank, start, count)
+                    exact = dim != 1 or parts == saved or (start % row) + count <= row
+                    # Whole rows of the shards that were saved, where only some of their columns are wanted.
+                    assert read[0] == count if exact else read[0] <= (count + 2 * row) * max(1, parts // saved)
+
+
+def write_whole(folder: Path, whole: torch.Tensor, dim: int | None, tp_size: int) -> Path:
+    """A checkpoint of one parameter, cut over `tp_size` ranks along `dim`; None: the last rank writes it whole."""
+    saving = files.begin(folder, 1)
+    shards = [whole] * tp_size if dim is None else list(whole.chunk(tp_size, dim))
+    entries = {}
+    for tp_rank, shard in enumerate(shards):
+        if dim is None and tp_rank < tp_size - 1:
+            continue
+        name = f"tp{tp_rank}_dp0.safetensors"
+        tensors = {piece_key("weight", "fp32", 0): shard.flatten()}
+        entries[name] = {**files.write_tensors(saving / name, tensors), "tp_rank": tp_rank, "dp_rank": 0}
+    parameter = {"index": 0, "shape": list(whole.shape), "tp_dim": dim, "trained": True, "adam_step": None}
+    manifest = {
+        "step": 1,
+        "layout": {"tp_size": tp_size, "dp_size": 1, "zero_stage": 1},
+        "parameters": {"weight": parameter},
+        "engine": {},
+        "state": {},
+        "files": entries,
+    }
+    return files.commit(saving, manifest, 1)
 
 
 def test_a_missing_piece_is_an_error(tmp_path: Path) -> None:
