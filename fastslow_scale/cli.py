@@ -12,6 +12,7 @@ import typer
 from data_pipeline.cli import app as data_app
 from data_pipeline.errors import UserError
 from fastslow_scale.config import load_config
+from fastslow_scale.errors import RunError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,10 +39,14 @@ def train(
     resume: Annotated[
         str, typer.Option(help="auto: the run folder's newest sound checkpoint; never; or a checkpoint's folder.")
     ] = "auto",
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often to start all ranks again, from the newest checkpoint, if one fails.")
+    ] = 0,
 ) -> None:
     """Train a model; the same command goes on where an interrupted run stopped.
 
-    Started under torchrun or srun it joins that job as one rank; alone it starts its own ranks.
+    Started under torchrun or srun it joins that job as one rank; alone it starts its own ranks. SIGTERM, SIGINT,
+    SIGUSR1 and SIGUSR2 make all ranks save and end with exit status 75, "start me again".
     """
     from fastslow_scale.launch.local import job_environment, joined_job, launch
     from fastslow_scale.train import worker
@@ -51,15 +56,16 @@ def train(
     given = overrides or []
     if joined_job():
         os.environ.update(job_environment())
-        worker.run(config, given, resume)
-        return
+        raise typer.Exit(worker.run(config, given, resume))
+    if max_restarts and resume != "auto":
+        raise UserError(f"--max-restarts goes on from the newest checkpoint: it needs --resume auto (got {resume})")
     tree = load_config(config, given)
     ranks = nproc if nproc is not None else tree.parallel.tensor_parallel_size
     tree.data_parallel_size(ranks)
     # The ranks check these too; here a mistake shows before any of them starts.
     refuse_other_run(tree)
     open_data(tree)
-    raise typer.Exit(launch(ranks, "fastslow_scale.train.worker", [config, *given, "--resume", resume]))
+    raise typer.Exit(launch(ranks, "fastslow_scale.train.worker", [config, *given, "--resume", resume], max_restarts))
 
 
 @app.command()
@@ -100,6 +106,9 @@ def main() -> None:
         if first_to_report():
             print(f"error: {error}", file=sys.stderr, flush=True)
         code = 2
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        code = 1
     except click.ClickException as error:
         error.show()
         code = 2

@@ -177,6 +177,9 @@ class TrainConfig(Section):
     seq_length: int = Field(ge=1)
     micro_batch_size: int = Field(ge=1, description="sequences of one forward pass of one data-parallel rank")
     global_batch_size: int = Field(ge=1, description="sequences of one optimizer step over all ranks")
+    init_from: Path | None = Field(
+        default=None, description="a run folder or a checkpoint whose weights a new run starts from"
+    )
     max_steps: int | None = Field(default=None, ge=1)
     total_tokens: int | None = Field(default=None, ge=1)
     deterministic: bool = Field(default=False, description="deterministic kernels for the whole model (GPUs)")
@@ -187,6 +190,14 @@ class TrainConfig(Section):
     sanity_every: int = Field(
         default=100, ge=0, description="steps between checks that replicas agree bitwise; 0: only at the start"
     )
+    max_bad_steps: int = Field(
+        default=10, ge=1, description="steps in a row that may go unapplied before the run stops"
+    )
+    spike_sigma: float = Field(
+        default=6.0, ge=0, description="a loss this many standard deviations above the last ones is a spike; 0: never"
+    )
+    spike_window: int = Field(default=100, ge=10, description="losses that a spike is measured against")
+    skip_spikes: bool = Field(default=False, description="keep a spike's gradient from the weights")
     timeout_seconds: int = Field(default=600, ge=1, le=10**7, description="a rank waits this long for the others")
 
     @property
@@ -205,6 +216,10 @@ class TrainConfig(Section):
 class CheckpointConfig(Section):
     every: int = Field(default=1000, ge=0, description="steps between checkpoints; 0: only at the end")
     keep: int = Field(default=3, ge=1, description="how many of the newest checkpoints stay")
+    keep_every: int = Field(default=0, ge=0, description="checkpoints of steps divisible by this stay too; 0: none")
+    asynchronous: bool = Field(
+        default=True, description="write while training goes on, from a copy of the state in host memory"
+    )
 
 
 class MonitorConfig(Section):

@@ -7,6 +7,7 @@ fastest in, errors a person can read, and that no rank ever outlives its launche
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -16,36 +17,49 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
+import psutil
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from data_pipeline.errors import UserError
+from fastslow_scale.launch.signals import EXIT_INTERRUPTED, EXIT_START_AGAIN, STOP_SIGNALS
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
-EXIT_START_AGAIN = 75
 
-SHUTDOWN_SECONDS = 30
+SHUTDOWN_SECONDS = 10
 FIRST_RESERVED_STEP = 0xFFFFFFF0
 
 
-def launch(nproc: int, module: str, arguments: Sequence[str] = ()) -> int:
+def launch(nproc: int, module: str, arguments: Sequence[str] = (), max_restarts: int = 0) -> int:
     """Run `python -m module *arguments` as `nproc` ranks on this machine; return the exit code to end with.
 
-    0: all ranks ended well. 2: a rank raised `UserError` (its line is printed, once) or exited with 2. 75: a rank asks
-    to be started again. 1: anything else; the error of the rank that failed first is printed last. Call it from the
-    main thread: it handles signals.
+    0: all ranks ended well. 2: a rank raised `UserError` (its line is printed, once) or exited with 2. 75: the ranks
+    ask to be started again, as they do after a signal. 130: a second SIGINT ended them at once. 1: anything else; the
+    error of the rank that failed first is printed last, and up to `max_restarts` times all ranks are started again.
+    Call it from the main thread: it hands the stop signals that this process is sent on to the ranks.
     """
     if nproc < 1:
         raise UserError(f"the number of ranks must be at least 1 (got {nproc})")
+    for restart in range(1, max_restarts + 1):
+        code = _launch_once(nproc, module, arguments)
+        if code != EXIT_FAILED:
+            return code
+        print(f"starting all ranks again ({restart} of {max_restarts})", file=sys.stderr)
+    return _launch_once(nproc, module, arguments)
+
+
+def _launch_once(nproc: int, module: str, arguments: Sequence[str]) -> int:
     with (
         tempfile.TemporaryDirectory(prefix="fastslow_ranks_") as log_dir,
         _environment(rank_environment(nproc)),
-        _signal_handlers_restored(),
+        _SignalsHandedOn() as signals,
         _elastic_logs_silenced(),
     ):
         config = LaunchConfig(
@@ -59,17 +73,47 @@ def launch(nproc: int, module: str, arguments: Sequence[str] = ()) -> int:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
             shutdown_timeout=SHUTDOWN_SECONDS,
+            # By itself the agent would take the stop signals and end the ranks after a fixed time, saved or not.
+            signals_to_handle="SIGQUIT",
         )
         command = ["-m", "fastslow_scale.launch.rank", str(os.getpid()), module, *arguments]
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
+            if signals.interrupts > 1:
+                print("ended by a second SIGINT", file=sys.stderr)
+                return EXIT_INTERRUPTED
             return _explain(_first_failure(error.failures))
-        except (SignalException, KeyboardInterrupt) as error:
-            name = error.sigval.name if isinstance(error, SignalException) else "SIGINT"
-            print(f"ended by {name}; all ranks have ended", file=sys.stderr)
-            return EXIT_FAILED
     return EXIT_OK
+
+
+class _SignalsHandedOn:
+    """While it is entered, the ranks are sent what this process is sent; after a second SIGINT they are killed."""
+
+    def __init__(self) -> None:
+        self.interrupts = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _SignalsHandedOn:
+        for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
+            self._before[number] = signal.getsignal(number)
+            if number != signal.SIGQUIT:  # the agent's own, restored all the same
+                signal.signal(number, self._hand_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        self.interrupts += number == signal.SIGINT
+        ranks = psutil.Process().children()
+        if not ranks:
+            sys.exit(EXIT_START_AGAIN)
+        wanted = signal.SIGKILL if self.interrupts > 1 else signal.SIGTERM if number == signal.SIGHUP else number
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.send_signal(wanted)
 
 
 def rank_environment(nproc: int) -> dict[str, str]:
@@ -141,15 +185,16 @@ def _first_host(nodes: str) -> str:
 def _first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """The rank that failed first, which is the cause: what other ranks say is often only that it is gone."""
 
-    def when(item: tuple[int, ProcessFailure]) -> float:
+    def when(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
         failure = item[1]
         reason = failure.error_file_data
+        # The agent ends the other ranks by SIGTERM, which those that are still starting up answer with 75.
+        doubt = {-signal.SIGTERM: 2, EXIT_START_AGAIN: 1}.get(failure.exitcode, 0)
         if "time" in reason:
-            return float(reason["time"])
+            return doubt, float(reason["time"])
         # Others are only known to the second, by when they were found. A rank that a signal killed died before that,
-        # and its peers notice at once; an exit without a reason, or the agent's own SIGTERM, is likely a consequence.
-        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
-        return failure.timestamp + (-1 if killed else 1)
+        # and its peers notice at once; an exit without a reason is likely a consequence.
+        return doubt, failure.timestamp + (-1 if failure.exitcode < 0 else 1)
 
     return min(failures.items(), key=when)
 
@@ -164,7 +209,9 @@ def _explain(first_failure: tuple[int, ProcessFailure]) -> int:
     elif failure.exitcode < 0:
         hint = " (by hand, or for want of memory)" if failure.exitcode == -signal.SIGKILL else ""
         print(f"error: rank {rank} was killed by {failure.signal_name()}{hint}", file=sys.stderr)
-    elif failure.exitcode not in (EXIT_BAD_INPUT, EXIT_START_AGAIN):
+    elif failure.exitcode == EXIT_START_AGAIN:
+        print(f"stopped; the same command goes on from here (exit status {EXIT_START_AGAIN})", file=sys.stderr)
+    elif failure.exitcode != EXIT_BAD_INPUT:
         print(f"error: rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
     return failure.exitcode if failure.exitcode in (EXIT_BAD_INPUT, EXIT_START_AGAIN) else EXIT_FAILED
 
@@ -179,18 +226,6 @@ def _environment(extra: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-@contextmanager
-def _signal_handlers_restored() -> Iterator[None]:
-    """The agent installs its own handlers and leaves them in place."""
-    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = [(number, signal.getsignal(number)) for number in handled]
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextmanager

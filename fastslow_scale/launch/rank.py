@@ -19,15 +19,22 @@ from pathlib import Path
 from typing import NoReturn
 
 from data_pipeline.errors import UserError
+from fastslow_scale.errors import RunError
+from fastslow_scale.launch.signals import start_again_on_signal
 
 
 def main(launcher_pid: int, module: str, arguments: list[str]) -> None:
     end_with_parent(launcher_pid)
+    start_again_on_signal()
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except UserError as error:
         _fail(2, str(error), user_error=True)
+    except RunError as error:
+        _fail(1, str(error), user_error=True)
+    except SystemExit as ended:
+        _end(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
     except KeyboardInterrupt:
         _fail(1, "interrupted", user_error=True)
     except Exception as error:
@@ -63,6 +70,10 @@ def _fail(code: int, text: str, *, user_error: bool) -> NoReturn:
         temporary.replace(error_file)
     else:
         print(text, file=sys.stderr)
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: the destructors of process groups and non-daemon threads may wait for ranks that are gone.

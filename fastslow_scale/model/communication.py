@@ -100,12 +100,18 @@ def optimizer_traffic(groups: list[int], config: Config, dp: int, bucket_element
 
 
 def step_traffic(config: Config, groups: list[int], dp: int, bucket_elements: int) -> Entries:
-    """What this rank takes part in during one optimizer step; the count of valid tokens included."""
+    """What this rank takes part in during one optimizer step.
+
+    Valid tokens, mean loss and stop signal are one number each: the first two over data-parallel ranks, the last over
+    all.
+    """
     traffic: defaultdict[tuple[str, str], Traffic] = defaultdict(Traffic)
     for key, entry in tensor_parallel_traffic(config).items():
         traffic[key] += entry * config.gradient_accumulation_steps(dp)
     for key, entry in optimizer_traffic(groups, config, dp, bucket_elements).items():
         traffic[key] += entry
     if dp > 1:
-        traffic["dp", "all_reduce"] += Traffic(1, 4)
+        traffic["dp", "all_reduce"] += Traffic(2, 8)
+    if dp * config.parallel.tensor_parallel_size > 1:
+        traffic["world", "all_reduce"] += Traffic(1, 4)
     return dict(traffic)

@@ -1,9 +1,11 @@
 """metrics.jsonl: what a run measured, one JSON object a line, for programs to read.
 
-Two kinds of objects share the file, told apart by their keys:
+Three kinds of objects share the file, told apart by their keys:
 
     {"step": 20, "tokens": 81920, "loss": 5.1, "lr": 0.001, ...}     a logged step
     {"step": 20, "validation_loss": 5.0}                             a validation after that step
+    {"step": 20, "event": "skipped", "reason": "the loss ...", ...}  a step out of the ordinary: `measured` is its loss
+                                                                     and gradient norm, `positions` its first and last
 
 Numbers that JSON does not know are written as the strings "NaN", "Infinity" and "-Infinity", so that every JSON reader
 accepts the file and a diverged run still says what happened; `read_metrics` turns them back into floats.
@@ -42,6 +44,9 @@ class MetricsLog:
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write(_to_line(record))
         self._file.flush()
+
+    def has_validation(self, step: int) -> bool:
+        return step in self._validated
 
     def write_validation(self, step: int, loss: float) -> bool:
         """Record a validation, unless this step already has one from before the resume; says whether it was new."""

@@ -22,6 +22,13 @@ class NullMonitor:
     def log_validation(self, step: int, loss: float) -> None:
         """Take the validation loss after a step (0: before the first)."""
 
+    def lacks_validation(self, step: int) -> bool:
+        """Whether no validation after this step is on record yet."""
+        return True
+
+    def log_event(self, record: Mapping[str, Any]) -> None:
+        """Take a step that was out of the ordinary: `event`, `reason` and what there is to find out why."""
+
     def message(self, text: str) -> None:
         """Show one line to whoever watches."""
 
@@ -64,6 +71,14 @@ class Monitor(NullMonitor):
         if self._tensorboard and is_new:
             self._tensorboard.write({"step": step, "validation_loss": loss})
         self._console.log_validation(step, loss)
+
+    def lacks_validation(self, step: int) -> bool:
+        return not self._metrics.has_validation(step)
+
+    def log_event(self, record: Mapping[str, Any]) -> None:
+        self._metrics.write(record)
+        outcome = "; no weight was changed" if record["event"] == "skipped" else ""
+        self._console.message(f"step {record['step']}: {record['reason']}{outcome}")
 
     def message(self, text: str) -> None:
         self._console.message(text)

@@ -60,8 +60,11 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def build_mesh(tensor_parallel_size: int = 1) -> Mesh:
-    """Build megatron's groups for this layout, in place of an earlier layout's. Every rank calls it together."""
+def build_mesh(tensor_parallel_size: int = 1, timeout_seconds: int = 600) -> Mesh:
+    """Build megatron's groups for this layout, in place of an earlier layout's. Every rank calls it together.
+
+    timeout_seconds: how long a rank waits for the others of its groups.
+    """
     with warnings.catch_warnings():
         # Megatron warns of each optional GPU package that is not installed.
         warnings.simplefilter("ignore")
@@ -73,7 +76,11 @@ def build_mesh(tensor_parallel_size: int = 1) -> Mesh:
             # Megatron only forgets its groups; each keeps threads and sockets. None stands for the default group.
             if group is not None:
                 dist.destroy_process_group(group)
-    state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size, create_gloo_process_groups=False)
+    state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel_size,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=timeout_seconds / 60,
+    )
     return Mesh(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),

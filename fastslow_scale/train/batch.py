@@ -53,6 +53,13 @@ def count_valid(labels: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return count.clamp(min=1)
 
 
+def mean_loss(loss_sum: torch.Tensor, valid_tokens: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """The step's mean loss over all data-parallel ranks, from each rank's sum: a scalar, the same on every rank."""
+    mean = loss_sum.detach() / valid_tokens
+    dist.all_reduce(mean, group=mesh.dp_group)
+    return mean
+
+
 def validation_rows(dataset: Data, limit: int, mesh: Mesh) -> torch.Tensor:
     """This rank's share of the first `limit` rows, filled up with empty rows so that every rank has equally many."""
     count = min(limit, dataset.num_samples)

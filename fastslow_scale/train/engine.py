@@ -64,18 +64,26 @@ class Engine:
         """The summed loss of one micro-batch, [B, T] and [B, T] -> scalar."""
         return self.deepspeed(tokens, labels, documents)
 
-    def backward(self, loss_sum: torch.Tensor, valid_tokens: torch.Tensor) -> Update | None:
+    def backward(
+        self, loss_sum: torch.Tensor, valid_tokens: torch.Tensor, discard: torch.Tensor | None = None
+    ) -> Update | None:
         """Add a micro-batch's gradient of the step's mean loss; after the last one, clip and update.
 
         Args:
-            loss_sum: this rank's summed loss of the micro-batch.
+            loss_sum: this rank's summed loss of the micro-batch. If it is not finite, the step changes nothing.
             valid_tokens: the valid tokens of the whole step, over all ranks and micro-batches.
+            discard: a truth value on the device; true, on any rank: the step changes nothing.
 
         Returns:
             None, or what became of the step after its last micro-batch.
         """
         # DeepSpeed divides by the micro-batches and averages over the data-parallel ranks: both are undone here.
-        self.deepspeed.backward(loss_sum * (self.accumulation * self.mesh.dp_size / valid_tokens))
+        scale = self.accumulation * self.mesh.dp_size / valid_tokens
+        # A NaN here makes the gradient, hence the norm on every rank, NaN too, without any rank asking the others.
+        scale = scale + 0 * loss_sum.detach()
+        if discard is not None:
+            scale = scale.where(~discard, math.nan)
+        self.deepspeed.backward(loss_sum * scale)
         last = self.deepspeed.is_gradient_accumulation_boundary()
         update = self._unpartitioned_norm_and_clip() if last and self.zero_stage == 0 else None
         self.deepspeed.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,19 +15,25 @@ import torch.distributed as dist
 from data_pipeline.batches import step_batches
 from data_pipeline.errors import UserError
 from fastslow_scale.config import Config
+from fastslow_scale.launch.signals import StopSignals
 from fastslow_scale.model.documents import Documents
 from fastslow_scale.model.model import build_model
 from fastslow_scale.monitor import Monitor, NullMonitor
 from fastslow_scale.parallel.ledger import Ledger
 from fastslow_scale.parallel.mesh import Mesh
 from fastslow_scale.parallel.sanity import check_declarations, check_training_state
-from fastslow_scale.train.batch import count_valid, inputs_and_labels, open_data, validation_rows
-from fastslow_scale.train.checkpoint import load_checkpoint, save_checkpoint
-from fastslow_scale.train.checkpoint_files import Found, find_checkpoint
+from fastslow_scale.train.batch import count_valid, inputs_and_labels, mean_loss, open_data, validation_rows
+from fastslow_scale.train.checkpoint import find_together, load_checkpoint
+from fastslow_scale.train.checkpoint_files import read_manifest
 from fastslow_scale.train.clock import Clock
 from fastslow_scale.train.data_log import DataLog
 from fastslow_scale.train.engine import Engine, Update
+from fastslow_scale.train.guard import Guard, Verdict
+from fastslow_scale.train.heartbeat import Heartbeat
+from fastslow_scale.train.init_from import load_weights
+from fastslow_scale.train.rng import derive_rng, restore_rng, rng_state
 from fastslow_scale.train.run_folder import open_run_folder, refuse_other_run
+from fastslow_scale.train.saver import Saver
 from fastslow_scale.train.schedule import learning_rate
 
 T = TypeVar("T")
@@ -34,15 +41,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step tells; `loss` is this data-parallel rank's share of the step's mean loss."""
+    """What one optimizer step tells: its mean loss over all ranks, and what became of it."""
 
-    loss: torch.Tensor
+    loss: float
     lr: float
     update: Update
+    verdict: Verdict | None
 
 
-def train(config: Config, mesh: Mesh, resume: str = "auto", command: str = "") -> None:
-    """Train to the last step, from the newest sound checkpoint of the run folder, if there is one."""
+def train(
+    config: Config, mesh: Mesh, resume: str = "auto", command: str = "", heartbeat: Heartbeat | None = None
+) -> bool:
+    """Train to the last step, from the newest sound checkpoint of the run folder, if there is one.
+
+    Returns:
+        Whether the last step was reached; False: a signal ended the run at a checkpoint.
+    """
     on_main(mesh, lambda: refuse_other_run(config))
     trainer = Trainer(config, mesh)
     notes = trainer.resume(resume)
@@ -52,8 +66,10 @@ def train(config: Config, mesh: Mesh, resume: str = "auto", command: str = "") -
         for note in notes:
             monitor.message(note)
         if trainer.step < total:
-            trainer.run(total, monitor)
+            trainer.run(total, monitor, heartbeat)
+        trainer.saver.close()
         monitor.summary()
+    return trainer.step >= total
 
 
 class Trainer:
@@ -67,13 +83,18 @@ class Trainer:
         model = build_model(config, mesh)
         check_declarations(model)
         self.engine = Engine(model, config, mesh)
+        self.guard = Guard(config.train)
+        checkpoints = self.folder / "checkpoints"
+        self.saver = Saver(self.engine.deepspeed, mesh, checkpoints, config.checkpoint, config.train.timeout_seconds)
         self.step = 0
 
-    def run(self, total: int, monitor: NullMonitor) -> None:
-        """Train from the current step to step `total`."""
-        config = self.config
-        if self.step == 0:
-            monitor.log_validation(0, self.validate())
+    def run(self, total: int, monitor: NullMonitor, heartbeat: Heartbeat | None = None) -> None:
+        """Train from the current step to step `total`, or to the step at which some rank was told to stop."""
+        config, signals = self.config, StopSignals()
+        if (self.step == 0 or due(self.step, config.validation.every)) and on_main(
+            self.mesh, lambda: monitor.lacks_validation(self.step)
+        ):
+            monitor.log_validation(self.step, self.validate())
         start, batches = self.step, self.batches()
         clock = Clock(config.train.tokens_per_step)
         while self.step < total:
@@ -84,9 +105,13 @@ class Trainer:
                 rows = next(batches)
             with self.counting_traffic(number == start + 2, monitor):
                 result = self.train_step(rows, measure=logged or checked)
+                stop = agreed_signal(signals.received, self.mesh)
             clock.count_step()
-            if not result.update.applied:
-                monitor.message(f"step {number}: the gradient norm is not finite; no weight was changed")
+            if heartbeat is not None:
+                heartbeat.step = number
+            if result.verdict is not None:
+                monitor.log_event(self.event(result, result.verdict))
+                self.guard.stop_if_lost(number)
             if logged:
                 skipped, lines = self.data_log.skipped()
                 for line in lines:
@@ -95,10 +120,15 @@ class Trainer:
             with clock.stopped():
                 if checked:
                     self.check_replicas()
+                if number == total or stop or due(number, config.checkpoint.every):
+                    self.save()
+                for path in self.saver.wait() if number == total or stop else self.saver.check():
+                    monitor.message(f"checkpoint {path}")
+                if stop:
+                    monitor.message(f"stopped by {stop.name} after step {number}; the same command goes on from here")
+                    return
                 if number == total or due(number, config.validation.every):
                     monitor.log_validation(number, self.validate())
-                if number == total or due(number, config.checkpoint.every):
-                    monitor.message(f"checkpoint {self.save()}")
 
     def train_step(self, rows: torch.Tensor, measure: bool = False) -> StepResult:
         """One optimizer step on this rank's rows of the global batch, [rows, T + 1]."""
@@ -108,16 +138,31 @@ class Trainer:
         self.engine.set_learning_rate(lr)
         for exchange in self.engine.model.exchanges:
             exchange.measure = measure
-        loss, update = torch.zeros((), device=self.mesh.device), None
+        total, loss, update = torch.zeros((), device=self.mesh.device), None, None
         size = self.config.train.micro_batch_size
-        for tokens, targets in zip(inputs.split(size), labels.split(size), strict=True):
+        for number, (tokens, targets) in enumerate(zip(inputs.split(size), labels.split(size), strict=True), start=1):
             tokens = tokens.to(self.mesh.device)
             loss_sum = self.engine.forward(tokens, targets.to(self.mesh.device), self.documents(tokens))
-            update = self.engine.backward(loss_sum, valid_tokens)
-            loss += loss_sum.detach()
+            total += loss_sum.detach()
+            loss = mean_loss(total, valid_tokens, self.mesh) if number == self.engine.accumulation else None
+            discard = None if loss is None else loss > self.guard.skip_above
+            update = self.engine.backward(loss_sum, valid_tokens, discard)
+        assert loss is not None, "the last micro-batch has the step's loss"
         assert update is not None, "the last micro-batch ends the step"
         self.step += 1
-        return StepResult(loss / valid_tokens, lr, update)
+        verdict = self.guard.judge(loss.item(), update.grad_norm, update.applied)
+        return StepResult(loss.item(), lr, update, verdict)
+
+    def event(self, result: StepResult, verdict: Verdict) -> dict[str, Any]:
+        """What metrics.jsonl keeps of a bad step: `fastslow data order` shows the samples at these positions."""
+        size = self.config.train.global_batch_size
+        return {
+            "step": self.step,
+            "event": "skipped" if verdict.skipped else "spike",
+            "reason": verdict.reason,
+            "measured": [result.loss, result.update.grad_norm],
+            "positions": [(self.step - 1) * size, self.step * size - 1],
+        }
 
     @contextlib.contextmanager
     def counting_traffic(self, wanted: bool, monitor: NullMonitor) -> Iterator[None]:
@@ -138,16 +183,16 @@ class Trainer:
 
     def record(self, result: StepResult) -> dict[str, Any]:
         """The step's numbers for the log, over all ranks; a collective."""
-        dist.all_reduce(result.loss, group=self.mesh.dp_group)
         gates, contributions = self.coupling()
         return {
             "step": self.step,
             "tokens": self.step * self.config.train.tokens_per_step,
-            "loss": result.loss.item(),
+            "loss": result.loss,
             "lr": result.lr,
             "grad_norm": result.update.grad_norm,
             "gate_norm": gates,
             "contribution": contributions,
+            "skipped_steps": self.guard.skipped_steps,
         }
 
     def coupling(self) -> tuple[list[float], list[float]]:
@@ -192,39 +237,56 @@ class Trainer:
             on_skip=self.data_log.on_skip,
         )
 
-    def save(self) -> Path:
-        """Write a checkpoint of the current step; a collective."""
+    def save(self) -> None:
+        """Save the current step, in the background unless the config says otherwise; a collective."""
         state = {
             "step": self.step,
             "consumed_samples": self.step * self.config.train.global_batch_size,
             "data_fingerprint": self.train_data.fingerprint,
+            "tokenizer_sha256": self.train_data.tokenizer_sha256,
+            "guard": self.guard.state(),
             "config": self.config.model_dump(mode="json"),
         }
-        return save_checkpoint(
-            self.engine.deepspeed,
-            self.mesh,
-            self.folder / "checkpoints",
-            self.step,
-            state,
-            keep=self.config.checkpoint.keep,
-            rank_state={"torch_rng": torch.get_rng_state()},
-        )
+        self.saver.save(self.step, state, rng_state(self.mesh.device))
 
     def resume(self, resume: str) -> list[str]:
         """Go on from a checkpoint: the newest (`auto`), none (`never`) or the one named. Returns what to tell."""
-        found: Found = on_main(self.mesh, lambda: find_checkpoint(self.folder / "checkpoints", resume))
+        found = find_together(self.folder / "checkpoints", resume)
         notes = [f"passed over checkpoint {path}: {reason}" for path, reason in found.passed_over]
+        seed = self.config.train.seed
         if found.path is None:
-            return notes
+            derive_rng(seed, 0, self.mesh.rank)
+            return notes + load_weights(self.engine.deepspeed, self.mesh, self.config, self.train_data.tokenizer_sha256)
+        self.refuse_other_data(found.path)
         restored = load_checkpoint(self.engine.deepspeed, self.mesh, found.path)
-        if restored.state["data_fingerprint"] != self.train_data.fingerprint:
-            raise UserError(f"{found.path} was trained on other data than {self.train_data.location}")
-        if restored.rank_state is not None:
-            torch.set_rng_state(restored.rank_state["torch_rng"])
         self.step = int(restored.state["step"])
+        self.guard.restore(restored.state["guard"])
+        if restored.rank_state is not None:
+            restore_rng(restored.rank_state, self.mesh.device)
+        else:
+            derive_rng(seed, self.step, self.mesh.rank)
         if self.step >= self.config.train.num_steps:
             return [*notes, f"{self.folder} is finished: step {self.step} of {self.config.train.num_steps}"]
         return [*notes, f"resuming from {found.path}"]
+
+    def refuse_other_data(self, checkpoint: Path) -> None:
+        """Raise `UserError` where the checkpoint was trained on other data, or on tokens of another tokenizer."""
+        state, data = read_manifest(checkpoint)["state"], self.train_data
+        if state["tokenizer_sha256"] != data.tokenizer_sha256:
+            raise UserError(
+                f"{checkpoint} was trained with another tokenizer than that of {data.location}: sha256 "
+                f"{state['tokenizer_sha256'][:12]} there, {data.tokenizer_sha256[:12]} here"
+            )
+        if state["data_fingerprint"] != data.fingerprint:
+            raise UserError(f"{checkpoint} was trained on other data than {data.location}")
+
+
+def agreed_signal(received: int, mesh: Mesh) -> signal.Signals | None:
+    """The stop signal that some rank has been sent (0: none), so that all stop after the same step; a collective."""
+    largest = torch.tensor(received, dtype=torch.int32, device=mesh.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    number = int(largest.item())
+    return signal.Signals(number) if number else None
 
 
 def due(step: int, every: int) -> bool:

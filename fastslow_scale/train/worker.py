@@ -9,14 +9,21 @@ import warnings
 from collections.abc import Sequence
 
 from fastslow_scale.config import load_config
+from fastslow_scale.errors import RunError
+from fastslow_scale.launch.signals import EXIT_START_AGAIN, start_again_on_signal
 
 
-def run(config_path: str, overrides: Sequence[str], resume: str) -> None:
+def run(config_path: str, overrides: Sequence[str], resume: str) -> int:
     """Train as one rank of the job that the environment describes (torchrun's variables), or alone.
+
+    Returns:
+        The status to exit with: 0, or EXIT_START_AGAIN after a signal.
 
     Raises:
         UserError: something the user can mend; every rank that meets it raises it.
+        RunError: another rank does not answer.
     """
+    start_again_on_signal()
     config = load_config(config_path, overrides)
     # Megatron and torch warn, once per rank, about choices that are made on purpose.
     warnings.filterwarnings("ignore", module="megatron")
@@ -24,13 +31,27 @@ def run(config_path: str, overrides: Sequence[str], resume: str) -> None:
     import torch.distributed as dist
 
     from fastslow_scale.parallel.mesh import build_mesh, start_process_group, stop_process_group
+    from fastslow_scale.train.heartbeat import Heartbeat, describe
     from fastslow_scale.train.loop import train
 
     start_process_group(config.train.timeout_seconds)
-    config.data_parallel_size(dist.get_world_size())
+    world_size = dist.get_world_size()
+    config.data_parallel_size(world_size)
     command = shlex.join(["fastslow", "train", config_path, *overrides])
-    train(config, build_mesh(config.parallel.tensor_parallel_size), resume, command)
+    heartbeat = Heartbeat(dist.get_rank(), world_size, config.train.timeout_seconds) if world_size > 1 else None
+    try:
+        mesh = build_mesh(config.parallel.tensor_parallel_size, config.train.timeout_seconds)
+        finished = train(config, mesh, resume, command, heartbeat)
+    except RuntimeError as error:
+        # A collective failed, or this rank's own code did: a rank that is stuck or gone is the likelier cause.
+        silent = heartbeat.silent_ranks() if heartbeat else []
+        if silent:
+            raise RunError(describe(silent)) from error
+        raise
+    if heartbeat:
+        heartbeat.close()
     stop_process_group()
+    return 0 if finished else EXIT_START_AGAIN
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -39,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--resume", default="auto")
     options = parser.parse_args(arguments)
-    run(options.config, options.overrides, options.resume)
+    sys.exit(run(options.config, options.overrides, options.resume))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from fastslow_scale.model.model import build_model
 from fastslow_scale.parallel.ledger import Entries, Ledger
 from fastslow_scale.parallel.sanity import ReplicasDiffer, check_training_state
 from fastslow_scale.parallel.sharing import sharded_dim
-from fastslow_scale.train.batch import count_valid
+from fastslow_scale.train.batch import count_valid, mean_loss
 from fastslow_scale.train.engine import BUCKET_ELEMENTS, Engine
+from fastslow_scale.train.loop import agreed_signal
 from fastslow_scale.train.optimizer import parameter_groups
 from tests.configs import small_config
 from tests.parallel.layouts import Layout, meshes, tokens_of
@@ -88,7 +89,10 @@ def count(cases: list[tuple[Config, Layout]]) -> list[tuple[Entries, Entries]]:
         def step(engine: Engine = engine, rows: torch.Tensor = rows, config: Config = config, mesh: Any = mesh) -> None:
             valid = count_valid(rows[:, 1:], mesh)
             for part in rows.split(config.train.micro_batch_size):
-                engine.backward(engine.forward(part[:, :-1], part[:, 1:]), valid)
+                loss = engine.forward(part[:, :-1], part[:, 1:])
+                engine.backward(loss, valid)
+            mean_loss(loss, valid, mesh)
+            agreed_signal(0, mesh)
 
         step()
         with Ledger(mesh) as ledger:

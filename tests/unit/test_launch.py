@@ -12,20 +12,15 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import UserError
-from fastslow_scale.launch.local import (
-    EXIT_START_AGAIN,
-    job_environment,
-    joined_job,
-    launch,
-    rank_environment,
-)
+from fastslow_scale.launch.local import job_environment, joined_job, launch, rank_environment
+from fastslow_scale.launch.signals import EXIT_INTERRUPTED, EXIT_START_AGAIN
 
 pytestmark = pytest.mark.unit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 CHILD = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 from data_pipeline.errors import UserError
 
 what, rank = sys.argv[1], int(os.environ["RANK"])
@@ -38,7 +33,10 @@ elif what == "user_error":
 elif what == "one_crashes":
     if rank == 1:
         raise RuntimeError("the first cause")
-    time.sleep(0.02)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    reason_of_rank_1 = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / "1" / "error.json"
+    while not reason_of_rank_1.exists():
+        time.sleep(0.01)
     raise RuntimeError("a peer is gone")
 elif what == "one_is_killed":
     if rank == 1:
@@ -51,6 +49,20 @@ elif what == "wait":
         file.write(str(os.getpid()))
     os.rename(f"{sys.argv[2]}/{rank}.part", f"{sys.argv[2]}/{rank}")
     time.sleep(300)
+elif what == "deaf":
+    signal.signal(signal.SIGINT, lambda *_: open(f"{sys.argv[2]}/{rank}.heard", "w").close())
+    with open(f"{sys.argv[2]}/{rank}.part", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"{sys.argv[2]}/{rank}.part", f"{sys.argv[2]}/{rank}")
+    while True:
+        time.sleep(300)
+elif what == "third_time":
+    starts = f"{sys.argv[2]}/starts"
+    if rank == 0:
+        with open(starts, "a") as file:
+            file.write("x")
+        if open(starts).read() != "xxx":
+            sys.exit(3)
 """
 
 
@@ -109,7 +121,10 @@ def test_a_killed_rank_ends_the_others(capfd: pytest.CaptureFixture[str]) -> Non
     assert "rank 1 was killed by SIGKILL" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("code", "expected", "shown"), [(2, 2, ""), (EXIT_START_AGAIN, 75, ""), (3, 1, "exit code 3")])
+@pytest.mark.parametrize(
+    ("code", "expected", "shown"),
+    [(2, 2, ""), (EXIT_START_AGAIN, 75, "the same command goes on"), (3, 1, "exit code 3")],
+)
 def test_exit_codes(code: int, expected: int, shown: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert launch(2, "child", ["exit", str(code)]) == expected
     error = capfd.readouterr().err
@@ -126,7 +141,7 @@ def test_no_ranks_is_bad_input() -> None:
         launch(0, "child")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGKILL])
 def test_no_rank_outlives_its_launcher(number: signal.Signals, tmp_path: Path) -> None:
     program = "import sys; from fastslow_scale.launch.local import launch; sys.exit(launch(2, 'child', sys.argv[1:]))"
     with (tmp_path / "stderr").open("w") as stderr:
@@ -138,12 +153,42 @@ def test_no_rank_outlives_its_launcher(number: signal.Signals, tmp_path: Path) -
     finally:
         launcher.kill()
     if number != signal.SIGKILL:
-        assert launcher.returncode == 1
-        assert (tmp_path / "stderr").read_text() == f"ended by {number.name}; all ranks have ended\n"
+        assert launcher.returncode == EXIT_START_AGAIN
+        assert (tmp_path / "stderr").read_text() == "stopped; the same command goes on from here (exit status 75)\n"
     deadline = time.monotonic() + 60
     while any(_is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a rank is still running"
         time.sleep(0.05)
+
+
+def test_a_second_interrupt_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
+    program = "import sys; from fastslow_scale.launch.local import launch; sys.exit(launch(2, 'child', sys.argv[1:]))"
+    arguments = [sys.executable, "-c", program, "deaf", str(tmp_path)]
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            assert launcher.stderr is not None
+            pids = [int(_wait_for(tmp_path / str(rank)).read_text()) for rank in (0, 1)]
+            launcher.send_signal(signal.SIGINT)
+            _wait_for(tmp_path / "0.heard")
+            _wait_for(tmp_path / "1.heard")
+            launcher.send_signal(signal.SIGINT)
+            assert launcher.wait(timeout=60) == EXIT_INTERRUPTED
+            assert launcher.stderr.read() == "ended by a second SIGINT\n"
+        finally:
+            launcher.kill()
+    assert not any(_is_alive(pid) for pid in pids)
+
+
+def test_failed_ranks_are_started_again_so_often(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(2, "child", ["third_time", str(tmp_path)], max_restarts=1) == 1
+    assert launch(2, "child", ["third_time", str(tmp_path)], max_restarts=5) == 0
+    assert (tmp_path / "starts").read_text() == "xxx"
+    assert capfd.readouterr().err.count("starting all ranks again (1 of 1)") == 1
+
+
+def test_a_users_mistake_is_not_tried_again(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(1, "child", ["user_error"], max_restarts=3) == 2
+    assert "again" not in capfd.readouterr().err
 
 
 def test_a_process_alone_has_joined_nothing() -> None:
