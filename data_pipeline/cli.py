@@ -13,6 +13,7 @@ import typer
 from data_pipeline.errors import UserError
 from data_pipeline.faults import FaultCounts, stop_at
 from data_pipeline.files import write_durably
+from data_pipeline.folder import CacheSettings, open_folder
 from data_pipeline.index import SPLITS, Manifest
 from data_pipeline.inputs import InputFiles, find_files
 from data_pipeline.progress import byte_progress
@@ -60,7 +61,13 @@ MoreEndings = Annotated[
 ]
 ErrorRule = Annotated[OnError, typer.Option(help="At an unusable document: stop, or skip it, count it and list it.")]
 Fraction = Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the documents held out for validation.")]
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by `data shard` or `data demo`.")]
+Folder = Annotated[
+    str, typer.Argument(metavar="DIR", help="A folder written by `data shard` or `data demo`, or its URL.")
+]
+CacheDir = Annotated[Path, typer.Option(help="Where the shards of a URL are kept.")]
+CacheGb = Annotated[float, typer.Option(min=0.0, help="The most that all shards in --cache-dir may take.")]
+Seed = Annotated[int, typer.Option(help="Seed of the order; 0 shows what a run with train.seed=0 sees.")]
+CACHE = CacheSettings()
 
 
 @app.command()
@@ -180,14 +187,15 @@ def shard(
 
 
 @app.command()
-def verify(folder: Folder) -> None:
+def verify(folder: Folder, cache_dir: CacheDir = CACHE.folder, cache_gb: CacheGb = CACHE.gigabytes) -> None:
     """Read every byte: checksums, sizes and counts. Exit 1 names each damaged shard and member."""
     from data_pipeline.verify import find_damage
 
-    manifest = Manifest.load(folder)
+    opened = open_folder(folder, CacheSettings(cache_dir, cache_gb))
+    manifest = Manifest.load(opened.path)
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     with byte_progress("verifying", sum(shard.bytes for shard in shards)) as on_bytes:
-        damage = list(find_damage(folder, manifest, on_bytes))
+        damage = list(find_damage(opened, manifest, on_bytes))
     for line in damage:
         _say(f"damaged: {line}")
     if damage:
@@ -196,9 +204,9 @@ def verify(folder: Folder) -> None:
 
 
 @app.command()
-def info(folder: Folder) -> None:
+def info(folder: Folder, cache_dir: CacheDir = CACHE.folder, cache_gb: CacheGb = CACHE.gigabytes) -> None:
     """Print documents, tokens, shards and bytes per token."""
-    _print_counts(Manifest.load(folder))
+    _print_counts(Manifest.load(open_folder(folder, CacheSettings(cache_dir, cache_gb)).path))
 
 
 @app.command()
@@ -206,19 +214,59 @@ def sample(
     folder: Folder,
     n: Annotated[int, typer.Option("--n", min=1, help="How many sequences.")] = 3,
     split: Annotated[Split, typer.Option(help="train or validation.")] = Split.train,
-    seed: Annotated[int, typer.Option(help="Seed of the order; 0 shows what a run with train.seed=0 sees first.")] = 0,
+    seed: Seed = 0,
+    cache_dir: CacheDir = CACHE.folder,
+    cache_gb: CacheGb = CACHE.gigabytes,
 ) -> None:
     """Print decoded sequences, as a training run meets them."""
     from data_pipeline.order import SampleOrder
     from data_pipeline.stream import TokenDataset
 
-    dataset = TokenDataset.open(folder, split.value)
+    dataset = TokenDataset.open(folder, split.value, cache=CacheSettings(cache_dir, cache_gb))
     loaded = Tokenizer.load(dataset.tokenizer_path)
     order = SampleOrder(dataset.num_samples, dataset.manifest.rows_per_member, seed)
     for sample_id in order(0, min(n, dataset.num_samples)).tolist():
         _say(f"--- {split.value} sample {sample_id}")
         tokens = dataset.rows([sample_id])[0, 1:]
         _say("\n<end of document>\n".join(loaded.decode(part) for part in _split_at(tokens.tolist(), dataset.eos_id)))
+
+
+@app.command()
+def order(
+    folders: Annotated[
+        list[str], typer.Argument(metavar="DIR...", help="One data folder or URL, or those of a mixture.")
+    ],
+    start: Annotated[int, typer.Option("--from", min=0, help="First position: step k begins at k x batch size.")] = 0,
+    count: Annotated[int, typer.Option(min=0, help="How many positions.")] = 10,
+    weights: Annotated[str | None, typer.Option(help="Of a mixture: as many numbers, such as 0.7,0.3.")] = None,
+    seed: Seed = 0,
+    cache_dir: CacheDir = CACHE.folder,
+    cache_gb: CacheGb = CACHE.gigabytes,
+) -> None:
+    """Print which sample a run sees at each position, and where it lies: what an audit of a run needs."""
+    from data_pipeline.mixture import Mixture, Reader, sources_of
+    from data_pipeline.stream import TokenDataset
+
+    cache = CacheSettings(cache_dir, cache_gb)
+    if len(folders) == 1:
+        reader = Reader(TokenDataset.open(folders[0], cache=cache), seed)
+    else:
+        shares = _numbers("--weights", weights, len(folders))
+        sources = sources_of((folder, share, folder) for folder, share in zip(folders, shares, strict=True))
+        reader = Reader(Mixture.open(sources, cache=cache), seed)
+    for place in reader.audit(start, count):
+        _say(f"position {place.position} epoch {place.epoch} sample {place.sample}: {place.member} row {place.row}")
+
+
+def _numbers(option: str, text: str | None, count: int) -> list[float]:
+    """Positive numbers with commas between; all 1 where nothing is given."""
+    try:
+        numbers = [float(part) for part in text.split(",")] if text else [1.0] * count
+    except ValueError:
+        numbers = []
+    if len(numbers) != count or not all(0 < number < float("inf") for number in numbers):
+        raise UserError(f"{option} must be {count} positive numbers with commas between (got {text})")
+    return numbers
 
 
 def _split_at(tokens: list[int], mark: int) -> list[list[int]]:

@@ -76,8 +76,8 @@ class DataFolder(Protocol):
         """These members will soon be read."""
 
 
-def open_folder(location: Path | str, cache: CacheSettings | None = None, *, admit_damaged: bool = False) -> DataFolder:
-    """A folder by its path or URL. `admit_damaged`: let the caller see damaged shards, whose members it checks itself.
+def open_folder(location: Path | str, cache: CacheSettings | None = None) -> DataFolder:
+    """A folder by its path or URL.
 
     Raises:
         UserError: a URL that cannot be read.
@@ -85,7 +85,7 @@ def open_folder(location: Path | str, cache: CacheSettings | None = None, *, adm
     if is_url(location):
         from data_pipeline.remote_folder import RemoteFolder
 
-        return RemoteFolder(str(location), cache or CacheSettings(), admit_damaged=admit_damaged)
+        return RemoteFolder(str(location), cache or CacheSettings())
     return LocalFolder(Path(location))
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor, lcm
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -192,6 +192,17 @@ class Mixture:
 Data: TypeAlias = TokenDataset | Mixture
 
 
+class Place(NamedTuple):
+    """A sample as a run meets it: `epoch` is that of its source, `member` names shard and member."""
+
+    position: int
+    source: int
+    epoch: int
+    sample: int
+    member: str
+    row: int
+
+
 class Reader:
     """Global position -> rows, for one folder or a mixture. Each source goes through its own epochs."""
 
@@ -205,9 +216,7 @@ class Reader:
 
     def places(self, start: int, count: int) -> tuple[Int64s, Int64s]:
         """Positions start .. start + count - 1 -> (source [count], sample id in that source [count])."""
-        if self._mixture is None:
-            return np.zeros(count, dtype=np.int64), self._orders[0](start, count)
-        sources, positions = self._mixture(start, count)
+        sources, positions = self._positions(start, count)
         ids = np.empty(count, dtype=np.int64)
         for number, order in enumerate(self._orders):
             own = sources == number
@@ -215,6 +224,22 @@ class Reader:
                 wanted = positions[own]
                 ids[own] = order(int(wanted[0]), len(wanted))  # a source's positions follow one another
         return sources, ids
+
+    def audit(self, start: int, count: int) -> Iterator[Place]:
+        """What stands at positions start .. start + count - 1, and where it lies."""
+        sources, positions = self._positions(start, count)
+        ids = self.places(start, count)[1]
+        columns = zip(sources.tolist(), positions.tolist(), ids.tolist(), strict=True)
+        for number, (source, position, sample) in enumerate(columns):
+            dataset = self._datasets[source]
+            member, row = divmod(sample, dataset.manifest.rows_per_member)
+            yield Place(start + number, source, position // dataset.num_samples, sample, dataset.place(member), row)
+
+    def _positions(self, start: int, count: int) -> tuple[Int64s, Int64s]:
+        """(source [count], position within that source [count])"""
+        if self._mixture is None:
+            return np.zeros(count, dtype=np.int64), np.arange(start, start + count)
+        return self._mixture(start, count)
 
     def rows(self, start: int, count: int) -> torch.Tensor:
         """int64 [count, seq_length + 1]; what comes next is fetched meanwhile where the data lies far away."""

@@ -122,15 +122,14 @@ class SampleOrder:
         return epoch, self._window_at(within)
 
     def members_ahead(self, epoch: int, window: int) -> Int64s:
-        """The members of a window and of the one after it."""
+        """The members of a window and of the one after it, which may be the next epoch's first."""
+        size, count = self._window_members, self._num_members
         self._enter(epoch)
-        first = window * self._window_members
-        count = min(2 * self._window_members, self._num_members - first)
-        members = self._members.forward(np.arange(first, first + count))
-        if first + 2 * self._window_members <= self._num_members:
+        members = self._members.forward(np.arange(window * size, min((window + 2) * size, count)))
+        if (window + 1) * size < count:
             return members
         self._enter(epoch + 1)
-        return np.concatenate((members, self._members.forward(np.arange(min(self._window_members, self._num_members)))))
+        return np.concatenate((members, self._members.forward(np.arange(min(size, count)))))
 
     def _enter(self, epoch: int) -> None:
         if epoch != self._epoch:

@@ -73,7 +73,7 @@ class TokenDataset:
         Raises:
             UserError: naming the file.
         """
-        folder = open_folder(path, cache, admit_damaged=on_error == "skip")
+        folder = open_folder(path, cache)
         manifest = Manifest.load(folder.path)
         info = manifest.split(split, folder.path)
         if tokenizer_sha256 not in (None, manifest.tokenizer_sha256):

@@ -142,3 +142,14 @@ def test_order_seeks_far_at_once() -> None:
     assert len(set(ids.tolist())) == 10
     assert ids.min() >= 0
     assert ids.max() < 10**10 + 3
+
+
+def test_the_members_ahead_are_those_of_two_windows() -> None:
+    n = 11 * 64 - 5
+    order = SampleOrder(n, 64, seed=3, window_members=4)
+    epochs = [naive_permutation(11, naive_key(3, epoch)) for epoch in range(2)]
+    assert [order.window(position) for position in (0, n - 1, n)] == [(0, 0), (0, 2), (1, 0)]
+    assert order.members_ahead(0, 0).tolist() == epochs[0][:8]
+    assert order.members_ahead(0, 1).tolist() == epochs[0][4:11]
+    assert order.members_ahead(0, 2).tolist() == epochs[0][8:] + epochs[1][:4]
+    assert SampleOrder(n, 64, seed=3).members_ahead(0, 0).tolist() == epochs[0] + epochs[1]
