@@ -119,7 +119,7 @@ class _Encoder:
         try:
             content = document.text.encode("utf-8")
             for piece in self._pieces(document):
-                ids = np.array(self._tokenizer.encode_piece(piece), dtype=self._dtype)
+                ids = self._tokenizer.encode_piece(piece).astype(self._dtype)
                 self._file.write(ids.data)
                 self._tokens += len(ids)
         except (UserError, UnicodeEncodeError):

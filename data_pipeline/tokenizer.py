@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import sentencepiece
 
 from data_pipeline.cutting import pieces
@@ -57,7 +59,8 @@ class Tokenizer:
         for label, piece_id in (("end-of-document (eos)", self.eos_id), ("padding (pad)", self.pad_id)):
             if piece_id < 0:
                 raise UserError(f"tokenizer {name} has no {label} piece; train one with `fastslow data tokenizer`")
-        self._word_mark_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _WORD_MARK.encode()]
+        mark_bytes = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _WORD_MARK.encode()]
+        self._word_mark_ids = np.array(mark_bytes, dtype=np.int32)
         if self._processor.unk_id() in self._word_mark_ids or self.decode(self.encode(_PROBE)) != _PROBE:
             advice = "train one with `fastslow data tokenizer`"
             raise UserError(f"tokenizer {name} alters text (decode(encode(text)) != text); {advice}")
@@ -82,12 +85,9 @@ class Tokenizer:
         Raises:
             UserError: the text holds a lone surrogate.
         """
-        ids: list[int] = []
-        for piece in pieces(text):
-            ids += self.encode_piece(piece)
-        return ids
+        return [piece_id for piece in pieces(text) for piece_id in self.encode_piece(piece).tolist()]
 
-    def encode_piece(self, piece: str) -> list[int]:
+    def encode_piece(self, piece: str) -> npt.NDArray[np.int32]:
         """Ids of one of the `pieces` of a text.
 
         Raises:
@@ -95,21 +95,19 @@ class Tokenizer:
         """
         if _WORD_MARK not in piece:
             return self._encode(piece)
-        ids: list[int] = []
-        for number, part in enumerate(piece.split(_WORD_MARK)):
-            if number:
-                ids += self._word_mark_ids
-            if part:
-                ids += self._encode(part)
-        return ids
+        parts = [self._encode(piece[: piece.index(_WORD_MARK)])]
+        for part in piece.split(_WORD_MARK)[1:]:
+            parts += self._word_mark_ids, self._encode(part)
+        return np.concatenate(parts)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> npt.NDArray[np.int32]:
         try:
-            return self._processor.encode(text)
+            ids: npt.NDArray[np.int32] = self._processor.encode_as_numpy(text)
         except (RuntimeError, UnicodeEncodeError):
             if any("\ud800" <= character <= "\udfff" for character in text):
                 raise UserError("the text holds a lone surrogate, which no tokenizer can encode") from None
             raise
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids; control ids (eos, pad) have none, broken byte sequences become U+FFFD."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,6 +79,55 @@ def test_from_text_to_samples(tmp_path: Path, corpus: Path, run: Callable[..., t
     status, out, _ = run("sample", data, "--n", 2, "--split", "validation")
     assert status == 0
     assert out.count("--- validation sample") == 2
+
+
+def test_what_can_be_chosen(tmp_path: Path, texts: list[str], run: Callable[..., tuple[int, str, str]]) -> None:
+    """Another field and ending, a sample for the tokenizer, skipping, best fit and de-duplication in one go."""
+    rows = [json.dumps({"body": text}) for text in texts]
+    corpus, model, data = tmp_path / "corpus", tmp_path / "tok", tmp_path / "data"
+    corpus.mkdir()
+    (corpus / "rows.jsonl").write_text("\n".join([*rows, "{", *rows[:7]]))
+    (corpus / "note.odd").write_text("an odd ending")
+    (corpus / "image.png").write_bytes(b"\x89PNG")
+    (corpus / "__init__.py").write_text("")
+    reading = ("--input", corpus, "--text-field", "body", "--ext", "odd", "--on-error", "skip")
+    ignored = "ignoring 1 files of other kinds in the named folders\nignoring 1 empty code files\n"
+    skipped = f"skipped 1 x broken JSON: {corpus}/rows.jsonl:{len(texts) + 1}\n"
+    status, out, _ = run("tokenizer", *reading, "--vocab-size", 350, "--output", model, "--sample-documents", 100)
+    assert status == 0
+    assert out.startswith(ignored)
+    assert "350 pieces from 100 documents" in out
+    assert skipped in out
+
+    options = ("--packing", "best-fit", "--dedup", "--seq-len", 64)
+    status, out, _ = run("shard", *reading, "--tokenizer", model, "--output", data, *options)
+    assert status == 0
+    assert out.startswith(ignored + skipped + "removed 7 copies of documents that occur more than once\n")
+    found = [text for split in ("train", "validation") for text in iter_documents(data, split)]
+    assert sorted(found) == sorted([*texts, "an odd ending"])
+    assert json.loads((data / "skipped.jsonl").read_text())["kind"] == "broken JSON"
+    assert run("verify", data)[0] == 0
+
+
+def test_ctrl_c_says_how_to_go_on(
+    tmp_path: Path, corpus: Path, model: Path, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_pipeline.units.SMALLEST_UNIT_BYTES", 4000)
+    command = ("shard", "--input", corpus, "--tokenizer", model, "--seq-len", 16, "--output", tmp_path / "data")
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("data_pipeline.shards._write_splits", interrupt)
+        status, out, err = run(*command)
+    assert (status, err) == (130, "")
+    assert out == "interrupted; the same command goes on from what is encoded\n"
+    status, out, _ = run(*command)
+    assert status == 0
+    parts = re.match(r"continuing an interrupted run: (\d+) of (\d+) parts are encoded already\n", out)
+    assert parts
+    assert int(parts[1]) == int(parts[2]) > 2
 
 
 def test_samples_are_the_text(tmp_path: Path, model: Path, run: Callable[..., tuple[int, str, str]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import sentencepiece
 
 from data_pipeline.errors import UserError
-from data_pipeline.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer, train_tokenizer
+from data_pipeline.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer, sample_texts, train_tokenizer
 
 pytestmark = pytest.mark.unit
 
@@ -95,6 +96,34 @@ def test_characters_that_the_trainer_drops_lines_for_cost_no_line(texts: list[st
     with_marks = [text.replace(" the ", "\u2581\u2585\0") for text in texts]
     with_breaks = [text.replace(" the ", "\n\n\n") for text in texts]
     assert train_tokenizer(with_marks, 350)[0].model == train_tokenizer(with_breaks, 350)[0].model
+
+
+def test_a_sample_is_even_and_does_not_depend_on_the_order(texts: list[str]) -> None:
+    chosen = sample_texts(iter(texts), 100)
+    assert chosen == sample_texts(reversed(texts), 100)
+    assert len(set(chosen)) == 100
+    assert set(chosen) <= set(texts)
+    # 50 expected of each half, standard deviation 4.4
+    assert 30 < len(set(chosen) & set(texts[: len(texts) // 2])) < 70
+    assert set(sample_texts(texts, 50)) < set(chosen)
+    assert sorted(sample_texts(texts, 10_000)) == sorted(texts)
+
+
+def test_a_sample_holds_no_more_than_it_needs(texts: list[str]) -> None:
+    alive: weakref.WeakSet[Text] = weakref.WeakSet()
+
+    def corpus() -> Iterator[str]:
+        for text in texts:
+            alive.add(document := Text(text))
+            yield document
+            del document
+            assert len(alive) <= 6
+
+    assert len(sample_texts(corpus(), 5)) == 5
+
+
+class Text(str):
+    """A text that can be watched."""
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
