@@ -10,10 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
 from fastslow_scale.launch.signals import EXIT_INTERRUPTED, EXIT_START_AGAIN
 from tests.commands import fastslow, running
 from tests.integration.test_train import exact, weights
+from tests.soak import soak
 
 pytestmark = pytest.mark.integration
 
@@ -111,3 +113,8 @@ def test_a_second_interrupt_ends_at_once(config_file: Path, tmp_path: Path) -> N
         launcher.send_signal(signal.SIGINT)
         lines = rest_of(launcher, EXIT_INTERRUPTED)
     assert lines[-1] == "ended by a second SIGINT"
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_in_a_few_kills(tmp_path: Path) -> None:
+    assert soak(cycles=3, seed=1, folder=tmp_path, console=Console())
