@@ -134,8 +134,8 @@ def encoding_table(corpora: dict[str, list[str]], max_workers: int = 2) -> str:
     """A table of rates, in one run on one machine.
 
     `data shard` does all between imports and the finished folder: starting workers, reading, decoding, hashing,
-    encoding, packing, writing, checksums. The ratio compares bytes per second of CPU time, so that it holds on a machine
-    that is busy with other things; the rates are by the clock.
+    encoding, packing, writing, checksums. The ratio compares bytes per second of CPU time, so that it holds on a
+    machine that is busy with other things; the rates are by the clock.
     """
     lines = ["| corpus | model | MB | workers | per CPU second / sentencepiece | MB/s in all | sentencepiece MB/s |"]
     lines.append("|---|---|---|---|---|---|---|")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gzip
 import io
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from data_pipeline.formats import Compression
 from data_pipeline.remote import explain, is_url, open_url
@@ -18,6 +19,12 @@ _ZSTD_INPUT_BYTES = 1 << 14
 
 _ZSTD_WINDOW_BYTES = 1 << 31
 """The largest that the format knows: archives made with `zstd --long=31` are common."""
+
+
+_SECONDS_BEFORE_ATTEMPTS = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Waits after each failed attempt to read from a server, before the next one."""
+
+T = TypeVar("T")
 
 
 class DamagedData(Exception):
@@ -48,7 +55,7 @@ def open_stream(
         OSError: the file cannot be opened. Reading raises one of `STREAM_ERRORS`.
     """
     with ExitStack() as stack:
-        raw = open_url(name) if is_url(name) else open(name, "rb", buffering=0)  # noqa: SIM115
+        raw = _Remote(name) if is_url(name) else open(name, "rb", buffering=0)  # noqa: SIM115
         stack.enter_context(raw)
         counted = _Counted(raw, on_read)
         if compression == "gzip":
@@ -61,8 +68,8 @@ def open_stream(
 
 
 class _Counted(io.RawIOBase):
-    def __init__(self, raw: BinaryIO | io.FileIO, on_read: Callable[[int], None]) -> None:
-        self._raw: Any = raw
+    def __init__(self, raw: io.RawIOBase, on_read: Callable[[int], None]) -> None:
+        self._raw = raw
         self._on_read = on_read
 
     def readable(self) -> bool:
@@ -72,20 +79,71 @@ class _Counted(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return int(self._raw.seek(offset, whence))
+        return self._raw.seek(offset, whence)
 
     def tell(self) -> int:
-        return int(self._raw.tell())
+        return self._raw.tell()
 
     def readinto(self, buffer: Any) -> int:
-        try:
-            count = self._raw.readinto(buffer) or 0
-        except OSError:
-            raise
-        except Exception as error:  # a store's own kinds
-            raise OSError(explain(error)) from None
+        count = self._raw.readinto(buffer) or 0
         self._on_read(count)
-        return int(count)
+        return count
+
+
+class _Remote(io.RawIOBase):
+    """A file behind a URL. After an error it is opened anew, a few times with longer and longer waits between."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._position = 0
+        self._file: BinaryIO | None = None
+        self._file = self._again_and_again(self._opened)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = self._again_and_again(lambda: self._opened().seek(offset, whence))
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._again_and_again(lambda: self._opened().read(len(buffer)))
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+    def close(self) -> None:
+        self._forget()
+        super().close()
+
+    def _opened(self) -> BinaryIO:
+        if self._file is None:
+            self._file = open_url(self._url)
+            if self._position:
+                self._file.seek(self._position)
+        return self._file
+
+    def _forget(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def _again_and_again(self, attempt: Callable[[], T]) -> T:
+        for seconds in (*_SECONDS_BEFORE_ATTEMPTS, None):
+            try:
+                return attempt()
+            except Exception as error:  # each protocol has its own, and "not found" may stand for a server in trouble
+                self._forget()
+                if seconds is None:
+                    raise OSError(f"{explain(error)} ({len(_SECONDS_BEFORE_ATTEMPTS) + 1} attempts)") from None
+            time.sleep(seconds)
+        raise AssertionError
 
 
 class _Zstd(io.RawIOBase):

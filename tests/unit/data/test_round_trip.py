@@ -56,7 +56,7 @@ def assert_round_trip(output: Path, inputs: list[str], expected: list[bytes], to
 def test_prose(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """Verses, a row each; some are equal. (The demo's test has the whole book, a document per chapter.)"""
     with find_corpus().open(encoding="utf-8") as file:
-        rows = [line for line in file][:5000]
+        rows = list(file)[:5000]
     expected = [json.loads(line)["text"].encode() for line in rows]
     assert len(set(expected)) < len(expected) == 5000
     (tmp_path / "verses.jsonl").write_text("".join(rows), encoding="utf-8")
