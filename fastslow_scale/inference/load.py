@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
 from fastslow_scale.config import Config
 from fastslow_scale.model.model import FastSlowModel, build_model
 from fastslow_scale.parallel.mesh import single_process_mesh
-from fastslow_scale.train.checkpoint_files import find_checkpoint
+from fastslow_scale.train.checkpoint_files import find_checkpoint, locate
 from fastslow_scale.train.checkpoint_reader import CheckpointReader
 
 
@@ -56,14 +55,7 @@ def load_model(run_or_checkpoint: Path | str) -> Loaded:
 
 def choose_checkpoint(path: Path) -> tuple[Path, list[str]]:
     """The checkpoint that a run folder or a checkpoint's folder stands for, and what was passed over on the way."""
-    if not path.is_dir():
-        raise UserError(f"run {path} does not exist" if not path.exists() else f"{path} is a file, not a run folder")
-    if re.fullmatch(r"step_\d+", path.name):
-        return find_checkpoint(path.parent, resume=str(path)).path or path, []
-    checkpoints = path / "checkpoints"
-    if not checkpoints.is_dir() and not (path / "config.yaml").is_file():
-        raise UserError(f"{path} is neither a run folder nor a checkpoint")
-    found = find_checkpoint(checkpoints)
+    found = find_checkpoint(*locate(path))
     if found.path is None:
         raise UserError(f"run {path} has no checkpoint yet")
     return found.path, [f"passed over checkpoint {passed}: {reason}" for passed, reason in found.passed_over]

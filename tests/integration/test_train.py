@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,21 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(
     assert exact(run) == exact(uninterrupted[0])
     for key, tensor in weights(uninterrupted[0], 12).items():
         assert torch.equal(weights(run, 12)[key], tensor), key
+
+
+def test_damage_is_named_and_passed_over(config_file: Path, uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
+    run = Path(shutil.copytree(uninterrupted[0], tmp_path / "damaged"))
+    oldest, shardless, newest = (run / "checkpoints" / f"step_{step:08d}" for step in (4, 8, 12))
+    manifest, shard = newest / "manifest.json", shardless / "tp1_dp0.safetensors"
+    manifest.write_bytes(manifest.read_bytes()[:-100])
+    shard.unlink()
+    arguments = ["train", config_file, *TWO_RANKS, f"train.run_dir={run}", "--nproc", 2]
+    assert f"{manifest}: damaged" in refused(*arguments, "--resume", newest)
+    lines = fastslow(*arguments).splitlines()
+    assert any(line.startswith(f"passed over checkpoint {newest}: {manifest}: damaged") for line in lines), lines
+    assert f"passed over checkpoint {shardless}: {shard}: No such file or directory" in lines
+    assert f"resuming from {oldest}" in lines
+    assert exact(run) == exact(uninterrupted[0])
 
 
 def test_the_ledger_shows_what_a_step_moves(config_file: Path, tmp_path: Path) -> None:
