@@ -78,10 +78,7 @@ def save_checkpoint(
     Raises:
         UserError, RuntimeError: as `store`.
     """
-    buffers = HostBuffers(mesh.device)
-    return store(
-        lambda: take_snapshot(engine, mesh, step, state, rank_state or {}, buffers), mesh, Ranks(), folder, step, keep
-    )
+    return store(lambda: take_snapshot(engine, mesh, step, state, rank_state or {}), mesh, Ranks(), folder, step, keep)
 
 
 def store(
@@ -154,21 +151,27 @@ def take_snapshot(
     step: int,
     state: Mapping[str, Any],
     rank_state: Mapping[str, torch.Tensor],
-    buffers: HostBuffers,
+    buffers: HostBuffers | None = None,
 ) -> Snapshot:
-    """Copies this rank's share into `buffers`; the engine may go on afterwards. Needs no other rank."""
+    """Copies this rank's share into `buffers`; the engine may go on afterwards. Needs no other rank.
+
+    Without buffers the snapshot holds the engine's own memory where that is what is to be written (fp32 on the CPU):
+    the engine must stand still until it is written.
+    """
     require_step_boundary(engine)
     engine_state = EngineState(engine)
     order = {name: index for index, name in enumerate(engine_state.parameters)}
+    to_host = _on_host if buffers is None else buffers.copy
     tensors, elements = {}, dict.fromkeys((WEIGHTS, *MOMENTS), 0)
     for fragment, kind, key in _own_pieces(engine_state, mesh):
         view = engine_state.view(fragment, kind)
         if view is not None:
-            tensors[key] = buffers.copy(key, view, torch.float32)
+            tensors[key] = to_host(key, view, torch.float32)
             elements[kind] += fragment.count
     for name, tensor in rank_state.items():
-        tensors[rank_state_key(name)] = buffers.copy(rank_state_key(name), tensor, tensor.dtype)
-    buffers.complete()
+        tensors[rank_state_key(name)] = to_host(rank_state_key(name), tensor, tensor.dtype)
+    if buffers is not None:
+        buffers.complete()
     manifest = {
         "step": step,
         "layout": {"tp_size": mesh.tp_size, "dp_size": mesh.dp_size, "zero_stage": engine.zero_optimization_stage()},
@@ -177,6 +180,10 @@ def take_snapshot(
         "state": json.loads(json.dumps(state)),  # the caller's lists may change before this is written
     }
     return Snapshot(manifest, f"tp{mesh.tp_rank}_dp{mesh.dp_rank}.safetensors", tensors, elements)
+
+
+def _on_host(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.detach().to("cpu", dtype)
 
 
 def reserve_buffers(engine: Any, mesh: Mesh, buffers: HostBuffers) -> None:

@@ -58,8 +58,7 @@ class Saver:
         """
         self._join()
         if not self._config.asynchronous:
-            buffers = HostBuffers(self._mesh.device)
-            self._store(step, lambda: take_snapshot(self._engine, self._mesh, step, state, rank_state, buffers))
+            self._store(step, lambda: take_snapshot(self._engine, self._mesh, step, state, rank_state))
             return
         try:
             snapshot = take_snapshot(self._engine, self._mesh, step, state, rank_state, self._buffers)
