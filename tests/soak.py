@@ -132,7 +132,7 @@ def cycle(run: Run, kind: str, chance: random.Random, tally: Tally) -> None:
         saving = run.is_saving()
         if kind == "inside a save" and saving and not was_saving:
             if not saves_to_pass:
-                time.sleep(chance.uniform(0, 8 * SLOWER))
+                time.sleep(chance.uniform(0, 4 * SLOWER))
                 break
             saves_to_pass -= 1
         was_saving = saving
