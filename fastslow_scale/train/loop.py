@@ -124,7 +124,7 @@ class Trainer:
                     self.save()
                 for path in self.saver.wait() if number == total or stop else self.saver.check():
                     monitor.message(f"checkpoint {path}")
-                if stop:
+                if stop and number < total:
                     monitor.message(f"stopped by {stop.name} after step {number}; the same command goes on from here")
                     return
                 if number == total or due(number, config.validation.every):
