@@ -223,6 +223,29 @@ def test_what_changed_is_encoded_again_and_said(
     assert documents_of(tmp_path / "other") == sorted(texts[:300])
 
 
+def test_a_file_that_was_written_again_is_read_again(
+    tmp_path: Path, corpus: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if its size is the same: the time of its last change differs."""
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("data_pipeline.shards._write_splits", interrupt)
+        write(tmp_path / "data", corpus_of(corpus), tokenizer)
+    file = corpus / "d00.txt"
+    before = file.stat()
+    file.write_text("z" * before.st_size)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    num_units = len(plan_units(find_files([str(corpus)])))
+    assert write(tmp_path / "data", corpus_of(corpus), tokenizer) == [
+        "not used: 1 parts of an interrupted run, whose command or input files were not the same",
+        f"continuing an interrupted run: {num_units - 1} of {num_units} parts are encoded already",
+    ]
+    assert "z" * before.st_size in documents_of(tmp_path / "data")
+
+
 def test_a_part_that_is_not_whole_is_not_trusted(tmp_path: Path, tokenizer: Tokenizer) -> None:
     encode_items([Document("one two", "a"), Document("three", "b")], "key", tokenizer, tmp_path)
     dtype = np.dtype("<u2")

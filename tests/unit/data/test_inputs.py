@@ -195,6 +195,7 @@ def test_a_file_whose_name_looks_like_a_glob(tmp_path: Path) -> None:
         ("e.parquet", parquet_bytes(["a", ""], pyarrow.string()), "e.parquet:row 2: column 'text' is empty"),
         ("f.parquet", parquet_bytes([], pyarrow.string()), "f.parquet: the file holds no rows"),
     ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
 def test_a_bad_file_is_named_with_its_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
@@ -280,5 +281,7 @@ def test_a_damaged_page_of_parquet_is_a_fault_of_that_row_on(tmp_path: Path) -> 
 
 def test_only_some_urls_are_read() -> None:
     for url in ("pipe://cat x.txt", "ftp://host/x.txt", "simplecache::s3://bucket/x.txt"):
-        with pytest.raises(UserError, match=r"is not a URL that can be read \(known: http://, https://, s3://, gs://\)"):
+        with pytest.raises(
+            UserError, match=r"is not a URL that can be read \(known: http://, https://, s3://, gs://\)"
+        ):
             find_files([url])
