@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor, lcm
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from data_pipeline.errors import UserError
@@ -166,11 +167,9 @@ class Mixture:
         Ids run from 0 to num_samples - 1, where the first source is used up. For validation: no row comes twice.
         """
         places = [self._fixed(index, 1) for index in indices]
-        return _gather(
-            self.datasets,
-            np.array([int(source[0]) for source, _ in places], dtype=np.int64),
-            np.array([int(position[0]) for _, position in places], dtype=np.int64),
-        )
+        sources = np.array([int(source[0]) for source, _ in places], dtype=np.int64)
+        ids = np.array([int(position[0]) for _, position in places], dtype=np.int64)
+        return torch.from_numpy(_gather(self.datasets, sources, ids).astype(np.int64))
 
     def take_skipped(self) -> list[str]:
         """See `TokenDataset.take_skipped`."""
@@ -241,8 +240,8 @@ class Reader:
             return np.zeros(count, dtype=np.int64), np.arange(start, start + count)
         return self._mixture(start, count)
 
-    def rows(self, start: int, count: int) -> torch.Tensor:
-        """int64 [count, seq_length + 1]; what comes next is fetched meanwhile where the data lies far away."""
+    def stored_rows(self, start: int, count: int) -> npt.NDArray[Any]:
+        """[count, seq_length + 1] as stored; what comes next is fetched meanwhile where the data lies far away."""
         self._prefetch(start, count)
         return _gather(self._datasets, *self.places(start, count))
 
@@ -254,15 +253,15 @@ class Reader:
                 dataset.prefetch(order.members_ahead(*window).tolist())
 
 
-def _gather(datasets: Sequence[TokenDataset], sources: Int64s, ids: Int64s) -> torch.Tensor:
-    """Rows by source and sample id."""
+def _gather(datasets: Sequence[TokenDataset], sources: Int64s, ids: Int64s) -> npt.NDArray[Any]:
+    """Rows by source and sample id, as stored."""
     if len(datasets) == 1:
-        return datasets[0].rows(ids)
-    out = torch.empty((len(ids), datasets[0].seq_length + 1), dtype=torch.int64)
+        return datasets[0].stored_rows(ids)
+    out = np.empty((len(ids), datasets[0].seq_length + 1), dtype=datasets[0].manifest.dtype)
     for number, dataset in enumerate(datasets):
         own = sources == number
         if own.any():
-            out[torch.from_numpy(own)] = dataset.rows(ids[own])
+            out[own] = dataset.stored_rows(ids[own])
     return out
 
 
