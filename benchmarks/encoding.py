@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import psutil
@@ -25,7 +26,7 @@ import sentencepiece
 
 from data_pipeline.encode import Reading
 from data_pipeline.inputs import find_files
-from data_pipeline.pool import Corpus
+from data_pipeline.pool import Corpus, encode_corpus
 from data_pipeline.readers import read_documents
 from data_pipeline.shards import Layout, write_data_folder
 from data_pipeline.tokenizer import MODEL_NAME, train_tokenizer
@@ -45,8 +46,8 @@ def made_up_documents(num_bytes: int, seed: int = 0) -> Iterator[str]:
     rng = random.Random(seed)
     letters = "etaoinshrdlucmfwypvbgkjqxz"
     words = ["".join(rng.choices(letters, range(26, 0, -1), k=rng.randint(1, 11))) for _ in range(50_000)]
-    frequency = [1 / rank for rank in range(1, len(words) + 1)]
-    lines = [" ".join(rng.choices(words, frequency, k=rng.randint(4, 20))) for _ in range(50_000)]
+    frequency = list(accumulate(1 / rank for rank in range(1, len(words) + 1)))
+    lines = [" ".join(rng.choices(words, cum_weights=frequency, k=rng.randint(4, 20))) for _ in range(50_000)]
     done = number = 0
     while done < num_bytes:
         text = f"{number}\n" + "\n".join(rng.choices(lines, k=rng.randint(5, 100))) + "\n"
@@ -130,17 +131,18 @@ def encode_with_the_library(texts: list[str], model: bytes) -> None:
         processor.encode(text)
 
 
-def encoding_table(corpora: dict[str, list[str]], max_workers: int = 2) -> str:
-    """A table of rates, in one run on one machine.
+def encoding_table(corpora: dict[str, list[str]], max_workers: int = 2) -> Iterator[str]:
+    """The lines of a table of rates, in one run on one machine.
 
-    `data shard` does all between imports and the finished folder: starting workers, reading, decoding, hashing,
-    encoding, packing, writing, checksums. The ratio compares bytes per second of CPU time, so that it holds on a
-    machine that is busy with other things; the rates are by the clock.
+    "encoding" is the part of `data shard` that several processes share: starting them, reading, unpacking, checking,
+    hashing, encoding and writing the spool. "all" adds shuffling, packing, shards and checksums. Ratios compare bytes
+    per second of CPU time, so that they hold on a machine that is busy with other things; rates are by the clock.
     """
-    lines = ["| corpus | model | MB | workers | per CPU second / sentencepiece | MB/s in all | sentencepiece MB/s |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    yield "| corpus | model | MB | what | processes | per CPU second / sentencepiece | MB/s | sentencepiece MB/s |"
+    yield "|---|---|---|---|---|---|---|---|"
     for name, inputs in corpora.items():
         files = find_files(inputs)
+        corpus = Corpus(files, Reading(skip_faults=True))
         texts = [document.text for document in read_documents(files.files, on_fault=lambda fault: None)]
         size = sum(len(text.encode()) for text in texts)
         for model in ("bpe", "unigram"):
@@ -148,14 +150,15 @@ def encoding_table(corpora: dict[str, list[str]], max_workers: int = 2) -> str:
             costs: list[Cost] = []
             with measured(costs):
                 encode_with_the_library(texts, trained.model)
-            for workers in range(1, max_workers + 1):
+            for what, workers in (("all", 1), *(("encoding", number + 1) for number in range(max_workers))):
                 with tempfile.TemporaryDirectory() as scratch, measured(costs):
-                    corpus = Corpus(files, Reading(skip_faults=True))
-                    write_data_folder(Path(scratch) / "out", corpus, trained, Layout(2048), workers=workers)
+                    if what == "encoding":
+                        encode_corpus(corpus, trained, Path(scratch), workers)
+                    else:
+                        write_data_folder(Path(scratch) / "out", corpus, trained, Layout(2048), workers=workers)
                 ratio = costs[0].cpu / costs[-1].cpu
                 rates = f"{size / costs[-1].clock / 1e6:.2f} | {size / costs[0].clock / 1e6:.2f}"
-                lines.append(f"| {name} | {model} | {size / 1e6:.0f} | {workers} | {ratio:.2f} | {rates} |")
-    return "\n".join(lines)
+                yield f"| {name} | {model} | {size / 1e6:.0f} | {what} | {workers} | {ratio:.2f} | {rates} |"
 
 
 def memory_table(num_bytes: int, workers: int, scratch: Path) -> str:
@@ -187,9 +190,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         rows = Path(scratch) / "rows"
         write_rows(rows, int(options.mb * 1e6), num_files=4)
-        print(
-            encoding_table({"made up, .jsonl": [str(rows)], "standard library": interpreter_sources()}, options.workers)
-        )
+        corpora = {"made up, .jsonl": [str(rows)], "standard library": interpreter_sources()}
+        for line in encoding_table(corpora, options.workers):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

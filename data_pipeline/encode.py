@@ -48,14 +48,25 @@ def encode_unit(
     folder: Path,
     on_read: OnRead = lambda num_bytes: None,
 ) -> UnitSummary:
-    """Read, encode and write one unit.
+    """Read, encode and write one unit. `on_read` is told of `unit.num_bytes` in all.
 
     Raises:
         UserError: at the first fault, unless faults are skipped; then they are listed in the unit's file.
         OSError: the folder cannot be written.
     """
-    items = (item for extent in unit.extents for item in read_extent(extent, reading.text_field, on_read))
-    return encode_items(items, key, tokenizer, folder, skip_faults=reading.skip_faults)
+    left = unit.num_bytes
+
+    def on_some(num_bytes: int) -> None:
+        """A part of a file is read a little beyond its end; that is not counted."""
+        nonlocal left
+        counted = min(num_bytes, left)
+        left -= counted
+        on_read(counted)
+
+    items = (item for extent in unit.extents for item in read_extent(extent, reading.text_field, on_some))
+    summary = encode_items(items, key, tokenizer, folder, skip_faults=reading.skip_faults)
+    on_read(left)
+    return summary
 
 
 def encode_items(
