@@ -16,9 +16,10 @@ from data_pipeline.encode import Reading
 from data_pipeline.errors import UserError
 from data_pipeline.inputs import find_files
 from data_pipeline.pool import Corpus
-from data_pipeline.readers import read_documents
+from data_pipeline.readers import read_documents, read_extent
 from data_pipeline.shards import Layout, write_data_folder
 from data_pipeline.tokenizer import Tokenizer
+from data_pipeline.units import plan_units
 from tests.unit.data.servers import FileServer
 
 pytestmark = pytest.mark.unit
@@ -75,6 +76,48 @@ def test_remote_and_local_files_give_the_same_folder(
         for n, inputs in enumerate(([str(server.folder)], urls))
     ]
     assert manifests[0] == manifests[1]
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """s3:// URL of an empty bucket on a server of this machine."""
+    import boto3
+    import fsspec
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    boto3.client("s3").create_bucket(Bucket="corpus")
+    yield "s3://corpus"
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    server.stop()
+
+
+def test_a_bucket_is_searched_like_a_folder(
+    bucket: str, server: FileServer, urls: list[str], texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import boto3
+
+    for file in server.folder.iterdir():
+        boto3.client("s3").put_object(Bucket="corpus", Key=f"deep/{file.name}", Body=file.read_bytes())
+    boto3.client("s3").put_object(Bucket="corpus", Key="deep/image.png", Body=b"x")
+    found = find_files([bucket])
+    assert [file.name for file in found.files] == [f"{bucket}/deep/{Path(url).name}" for url in urls]
+    assert found.num_ignored == 1
+    assert all(file.size and file.stamp for file in found.files)
+    monkeypatch.setattr("data_pipeline.units.SMALLEST_UNIT_BYTES", 1500)
+    extents = [extent for unit in plan_units(found) for extent in unit.extents]
+    assert len(extents) > 6
+    items = [item for extent in extents for item in read_extent(extent)]
+    assert [item.text for item in items] == texts[:101]  # type: ignore[union-attr]
+    assert find_files([f"{bucket}/deep/*.jsonl"]).files == (found.files[0],)
 
 
 def test_what_is_not_there_is_named(server: FileServer) -> None:
