@@ -21,6 +21,7 @@ LOSS = "tests/unit/test_loss.py"
 LAYOUTS = "tests/parallel/test_fuzz.py::test_eight_drawn_cases_equal_the_reference"
 TRAINING = "tests/parallel/test_layouts.py::test_training_through_the_engine_equals_a_plain_loop[2]"
 ENGINE = "tests/parallel/test_engine.py"
+SAVER = "tests/parallel/test_saver.py"
 SANITY = "tests/parallel/test_sanity.py"
 
 
@@ -219,6 +220,34 @@ BREAKS = [
         'found = [difference([*replicated, *states.items()], mesh.tp_group, "tensor-parallel")]',
         "found: list[str | None] = []",
         f"{SANITY}::test_one_changed_bit_is_named_with_its_ranks",
+    ),
+    Break(
+        "a snapshot is the engine's own memory",
+        "fastslow_scale/train/host_buffers.py",
+        "            return buffer\n",
+        "            return tensor\n",
+        SAVER,
+    ),
+    Break(
+        "a failed save raises on each rank as soon as that rank knows",
+        "fastslow_scale/train/saver.py",
+        "raise_at = 1 + max(self._ranks.gather(passed))",
+        "raise_at = 0",
+        SAVER,
+    ),
+    Break(
+        "weights of another run are not handed to the model",
+        "fastslow_scale/train/init_from.py",
+        "engine_state.push_masters()",
+        "pass",
+        "tests/parallel/test_reshard.py::test_a_coupled_run_starts_as_the_dense_one_whose_weights_it_takes",
+    ),
+    Break(
+        "the hash of a file is not compared",
+        "fastslow_scale/train/checkpoint_files.py",
+        'if _sha256(file) != entry["sha256"]:',
+        "if False:",
+        "tests/unit/test_checkpoint_files.py::test_a_flipped_bit_in_any_file_is_found_and_the_file_named",
     ),
     Break(
         "a skipped document leaves its first tokens behind",
