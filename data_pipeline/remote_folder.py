@@ -156,7 +156,12 @@ class Store:
         def attempt() -> bytes:
             wanted = {} if span is None else {"start": span.offset, "end": span.offset + span.size}
             limit = self._limit(span.size if span else _LARGEST_TABLE)
-            content: bytes = self._filesystem().cat_file(f"{self.url}/{name}", timeout=limit, **wanted)
+            try:
+                content: bytes = self._filesystem().cat_file(f"{self.url}/{name}", timeout=limit, **wanted)
+            except Exception as error:
+                if span is not None and _is_beyond_the_end(error):
+                    raise _WrongContentError("is cut off: it ends before this member") from None
+                raise
             if span is None:
                 return content
             if len(content) > span.size:
@@ -284,6 +289,11 @@ def _fault_of_shard(path: Path, shard: ShardInfo) -> str | None:
     if sha256_of(path) != shard.sha256:
         return "is damaged: its sha256 differs from the manifest's"
     return None
+
+
+def _is_beyond_the_end(error: Exception) -> bool:
+    """HTTP's status 416, as each protocol reports it."""
+    return getattr(error, "status", None) == 416 or getattr(error, "errno", None) == errno.EINVAL
 
 
 def _write(path: Path, content: bytes) -> None:

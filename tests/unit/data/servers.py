@@ -89,6 +89,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(500 if fault == "500" else 404)
             return
         content = file.read_bytes()
+        if span and span[0] >= len(content):
+            self.send_error(416)
+            return
         if span and self._owner.serves_ranges:
             self.send_response(206)
             content = content[span[0] : span[1] + 1]

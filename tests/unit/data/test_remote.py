@@ -116,12 +116,15 @@ def test_no_wrong_token_leaves_the_reader(
             assert torch.equal(dataset.rows(ids), rows)
 
 
+@pytest.mark.parametrize("gigabytes", [1.0, 1e-5], ids=["shards", "members"])
 @pytest.mark.parametrize("harm", DAMAGES, ids=lambda harm: harm.__name__)
 def test_skipping_loses_exactly_the_damaged_members(
-    put: Put, folder: Path, cache: CacheSettings, harm: Callable[[Path], list[int]]
+    put: Put, folder: Path, tmp_path: Path, harm: Callable[[Path], list[int]], gigabytes: float
 ) -> None:
+    """Whether shards are fetched whole or the cache has only room for members."""
     whole = member_rows(folder)
     lost = harm(folder)
+    cache = cache_at(tmp_path / "cache", gigabytes)
     dataset = TokenDataset.open(put(folder), cache=cache, on_error="skip")
     for member in range(len(whole)):
         read = dataset.rows(range(64 * member, 64 * member + len(whole[member])))
