@@ -70,8 +70,8 @@ def main() -> None:
                 sys.exit(1)
             results |= json.loads((Path(folder) / f"{part[0]}.json").read_text())
     print(f"{results['parameters'] / 1e6:.0f}M parameters, {results['megabytes']:.0f} MB a checkpoint, ", end="")
-    print(f"{options.nproc} ranks of {results['threads']} threads, load average {load:.1f} before the start\n")
-    report(results, options.nproc)
+    print(f"{options.nproc} rank(s) of {results['threads']} threads, load average {load:.1f} before the start\n")
+    report(results)
 
 
 def forget_files(folder: Path) -> None:
@@ -82,7 +82,7 @@ def forget_files(folder: Path) -> None:
         os.close(descriptor)
 
 
-def report(results: dict[str, Any], ranks: int) -> None:
+def report(results: dict[str, Any]) -> None:
     """The ratio first; all numbers are rank 0's."""
     stall = {kind: results[kind]["stall"] for kind in ("asynchronous", "synchronous")}
     ratios = [a / s for a, s in zip(stall["asynchronous"], stall["synchronous"], strict=True)]
@@ -96,6 +96,8 @@ def report(results: dict[str, Any], ranks: int) -> None:
     ):
         cells = [statistics.median(results[kind][key]) if results[kind][key] else None for kind in stall]
         print(f"| {title} | " + " | ".join("-" if cell is None else f"{cell:.3f}" for cell in cells) + " |")
+    everyone = [" ".join(f"{seconds:.2f}" for seconds in stall[kind]) for kind in stall]
+    print("| seconds that training stands still, each save | " + " | ".join(everyone) + " |")
     memory = [results[kind]["extra_megabytes"] for kind in stall]
     print("| peak extra memory, MB | " + " | ".join(f"{cell:.0f}" for cell in memory) + " |")
     print(
