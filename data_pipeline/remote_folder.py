@@ -241,7 +241,8 @@ class Store:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
             return {"client_kwargs": {"timeout": timeout}}
         if self._scheme == "s3":
-            return {"config_kwargs": {"connect_timeout": seconds, "read_timeout": seconds}, "use_listings_cache": False}
+            patience = {"connect_timeout": seconds, "read_timeout": seconds, "retries": {"total_max_attempts": 1}}
+            return {"config_kwargs": patience, "use_listings_cache": False}
         return {}
 
 
