@@ -28,7 +28,6 @@ from data_pipeline.encode import Reading
 from data_pipeline.inputs import find_files
 from data_pipeline.pool import Corpus, encode_corpus
 from data_pipeline.readers import read_documents
-from data_pipeline.shards import Layout, write_data_folder
 from data_pipeline.tokenizer import MODEL_NAME, train_tokenizer
 
 _VOCAB_SIZE = 8192
@@ -138,6 +137,9 @@ def encoding_table(corpora: dict[str, list[str]], max_workers: int = 2) -> Itera
     hashing, encoding and writing the spool. "all" adds shuffling, packing, shards and checksums. Ratios compare bytes
     per second of CPU time, so that they hold on a machine that is busy with other things; rates are by the clock.
     """
+    # here, because every worker imports this module, and these lead to torch, which the command's workers do without
+    from data_pipeline.shards import Layout, write_data_folder
+
     yield "| corpus | model | MB | what | processes | per CPU second / sentencepiece | MB/s | sentencepiece MB/s |"
     yield "|---|---|---|---|---|---|---|---|"
     for name, inputs in corpora.items():
