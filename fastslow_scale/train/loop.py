@@ -66,7 +66,11 @@ def train(
         for note in notes:
             monitor.message(note)
         if trainer.step < total:
-            trainer.run(total, monitor, heartbeat)
+            try:
+                trainer.run(total, monitor, heartbeat)
+            except UserError:
+                trainer.saver.settle()  # after mending it the user goes on from what is being written now
+                raise
         trainer.saver.close()
         monitor.summary()
     return trainer.step >= total

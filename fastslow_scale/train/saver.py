@@ -86,10 +86,14 @@ class Saver:
         self._join()
         return self._take_durable()
 
-    def close(self) -> None:
-        """Let the background end and give up its group; what went wrong there is `check`'s and `wait`'s business."""
+    def settle(self) -> None:
+        """Let the background end, whatever comes of it: for a run that ends for another reason."""
         if self._thread is not None:
             self._thread.join()
+
+    def close(self) -> None:
+        """Settle, and give up the background's group; what went wrong there is `check`'s and `wait`'s business."""
+        self.settle()
         dist.destroy_process_group(self._group)
 
     def _join(self) -> None:

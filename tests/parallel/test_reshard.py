@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,14 @@ from data_pipeline.shards import Layout as Sharding
 from data_pipeline.shards import write_data_folder
 from data_pipeline.tokenizer import train_tokenizer
 from fastslow_scale.config import Config
-from fastslow_scale.parallel.mesh import Mesh
+from fastslow_scale.parallel.mesh import Mesh, build_mesh, start_process_group
 from fastslow_scale.train import checkpoint_files as files
+from fastslow_scale.train.checkpoint_files import find_checkpoint
 from fastslow_scale.train.checkpoint_reader import MOMENTS, WEIGHTS, CheckpointReader
-from fastslow_scale.train.loop import Trainer
+from fastslow_scale.train.loop import Trainer, train
 from tests.configs import small_config
 from tests.parallel.layouts import Layout, meshes
-from tests.ranks import run_ranks
+from tests.ranks import RankFailure, run_ranks
 
 VOCABULARY = 331  # odd: padded to 336, which 4 ranks divide
 BEFORE, AFTER = 3, 5  # steps until the checkpoint, and from there on
@@ -278,3 +281,40 @@ def test_a_coupled_run_starts_as_the_dense_one_whose_weights_it_takes(config: Co
         "coupled to dense": f"train.init_from: {tmp_path}/coupled 1/checkpoints/step_00000000 "
         "has exchanges.0.gate, which this model lacks",
     }
+
+
+# --- a run that ends while it saves --------------------------------------------------------------------------------
+
+
+def end_in_a_save(config: Config, run: Path) -> None:
+    """A mistake in the data is met at step 3, on one rank, while step 2 is still being written."""
+    start_process_group(60)
+    mesh, met = build_mesh(1), threading.Event()
+    write, take_step = files.write_tensors, Trainer.train_step
+
+    def slow_write(path: Path, tensors: Any) -> Any:
+        if mesh.rank == 1:
+            assert met.wait(30)
+        return write(path, tensors)
+
+    def broken_step(trainer: Trainer, rows: torch.Tensor, measure: bool = False) -> Any:
+        if trainer.step == 2 and mesh.rank == 1:
+            met.set()
+            raise UserError("shard-000000.tar is damaged")
+        return take_step(trainer, rows, measure)
+
+    files.write_tensors, Trainer.train_step = slow_write, broken_step  # type: ignore[method-assign]
+    tree = with_run(config, run).model_dump()
+    tree["checkpoint"] |= {"every": 2}
+    if mesh.rank == 1:
+        with pytest.raises(UserError, match="is damaged"):
+            train(Config.model_validate(tree), mesh)
+        assert (run / "checkpoints" / "latest").read_text() == "step_00000002\n"
+        os._exit(2)
+    train(Config.model_validate(tree), mesh)
+
+
+def test_a_mistake_ends_a_run_after_what_is_being_written_is_durable(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="rank 1: died without a word"):
+        run_ranks(2, end_in_a_save, config, tmp_path / "run", timeout=60)
+    assert find_checkpoint(tmp_path / "run" / "checkpoints") == (tmp_path / "run" / "checkpoints" / "step_00000002", [])
