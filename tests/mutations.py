@@ -23,6 +23,7 @@ TRAINING = "tests/parallel/test_layouts.py::test_training_through_the_engine_equ
 ENGINE = "tests/parallel/test_engine.py"
 SAVER = "tests/parallel/test_saver.py"
 SANITY = "tests/parallel/test_sanity.py"
+BAD_NUMBERS = "tests/integration/test_bad_numbers.py"
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,27 @@ BREAKS = [
         "engine_state.push_masters()",
         "pass",
         "tests/parallel/test_reshard.py::test_a_coupled_run_starts_as_the_dense_one_whose_weights_it_takes",
+    ),
+    Break(
+        "a loss that is not finite is left to the gradient",
+        "fastslow_scale/train/engine.py",
+        "scale = scale + 0 * loss_sum.detach()",
+        "scale = scale + 0",
+        BAD_NUMBERS,
+    ),
+    Break(
+        "a spike is skipped by the ranks that see it in their own loss",
+        "fastslow_scale/train/batch.py",
+        "dist.all_reduce(mean, group=mesh.dp_group)",
+        "pass",
+        BAD_NUMBERS,
+    ),
+    Break(
+        "a rank acts on its own signals only",
+        "fastslow_scale/train/loop.py",
+        "dist.all_reduce(largest, op=dist.ReduceOp.MAX)",
+        "pass",
+        "tests/integration/test_faults.py::test_a_signal_to_one_rank_stops_all_at_a_checkpoint",
     ),
     Break(
         "the hash of a file is not compared",
