@@ -25,7 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_pipeline.index import Manifest
-from fastslow_scale.config import Config, load_config
+from fastslow_scale.config import Config
+from fastslow_scale.config_file import load_config
 from fastslow_scale.launch.local import launch
 
 REPOSITORY = Path(__file__).resolve().parents[1]

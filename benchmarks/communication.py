@@ -14,7 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 warnings.simplefilter("ignore")
 
-from fastslow_scale.config import Config, load_config  # noqa: E402
+from fastslow_scale.config import Config  # noqa: E402
+from fastslow_scale.config_file import load_config  # noqa: E402
 from fastslow_scale.model.communication import step_traffic  # noqa: E402
 from fastslow_scale.model.model import build_model  # noqa: E402
 from fastslow_scale.parallel.ledger import Entries  # noqa: E402

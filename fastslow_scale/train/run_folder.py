@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,9 @@ from data_pipeline.errors import UserError
 from data_pipeline.files import write_durably
 from data_pipeline.mixture import Data
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
-from fastslow_scale.config import Config, load_config
+from fastslow_scale.config import Config
+from fastslow_scale.config_file import load_config
+from fastslow_scale.versions import versions
 
 # What may change between two starts of one run: where and how it computes, not what.
 MAY_CHANGE = {
@@ -23,7 +23,6 @@ MAY_CHANGE = {
     "data": {"num_workers", "on_error", "cache_dir", "cache_gb"},
     "train": {"run_dir", "micro_batch_size", "deterministic", "recompute", "sanity_every", "timeout_seconds"},
 }
-PACKAGES = ("torch", "deepspeed", "megatron-core", "webdataset", "sentencepiece", "fastslow-scale")
 
 
 def open_run_folder(config: Config, command: str, data: Data) -> Path:
@@ -89,14 +88,3 @@ def refuse_other_config(saved: Path, old: Config, new: Config) -> None:
 def _sections(old: Config, new: Config) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
     return [(section, before[section], after[section]) for section in before]
-
-
-def versions() -> list[str]:
-    """`name version` of Python and of every package whose version can change a result."""
-    lines = [f"python {platform.python_version()}"]
-    for package in PACKAGES:
-        try:
-            lines.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            lines.append(f"{package} (not installed as a package)")
-    return lines

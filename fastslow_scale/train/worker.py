@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from fastslow_scale.config import load_config
+from fastslow_scale.config_file import load_config
 from fastslow_scale.errors import RunError
 from fastslow_scale.launch.signals import EXIT_START_AGAIN, start_again_on_signal
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data_pipeline.errors import UserError
-from fastslow_scale.config import load_config
+from fastslow_scale.config_file import load_config
 from fastslow_scale.monitor import read_metrics
 from fastslow_scale.parallel.mesh import build_mesh, start_process_group
 from fastslow_scale.train import loop

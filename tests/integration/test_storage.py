@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fastslow_scale.config import load_config
+from fastslow_scale.config_file import load_config
 from fastslow_scale.model.model import count_parameters
 from fastslow_scale.parallel.mesh import single_process_mesh
 from tests.commands import fastslow, refused

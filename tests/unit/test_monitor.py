@@ -16,7 +16,8 @@ import rich.console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data_pipeline.errors import UserError
-from fastslow_scale.config import Config, load_config
+from fastslow_scale.config import Config
+from fastslow_scale.config_file import load_config
 from fastslow_scale.monitor import Monitor, NullMonitor, print_summary, read_metrics
 from fastslow_scale.monitor.console import WIDTH, Console
 from fastslow_scale.monitor.metrics import MetricsLog, RunSummary
