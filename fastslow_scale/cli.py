@@ -6,13 +6,13 @@ import os
 import sys
 from typing import Annotated
 
-import click
 import typer
 
 from data_pipeline.cli import app as data_app
 from data_pipeline.errors import UserError
-from fastslow_scale.config import load_config
+from fastslow_scale.config_file import load_config
 from fastslow_scale.errors import RunError
+from fastslow_scale.launch.ending import exit_status
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -48,7 +48,8 @@ def train(
     Started under torchrun or srun it joins that job as one rank; alone it starts its own ranks. SIGTERM, SIGINT,
     SIGUSR1 and SIGUSR2 make all ranks save and end with exit status 75, "start me again".
     """
-    from fastslow_scale.launch.local import job_environment, joined_job, launch
+    from fastslow_scale.launch.job import job_environment, joined_job
+    from fastslow_scale.launch.local import launch
     from fastslow_scale.train import worker
     from fastslow_scale.train.batch import open_data
     from fastslow_scale.train.run_folder import refuse_other_run
@@ -98,31 +99,51 @@ def generate(
         print("\n\n".join(start + rest for start, rest in zip(prompt, grown, strict=True)))
 
 
+@app.command()
+def doctor(
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG]", help="The run that is to start; none: only this machine.")
+    ] = None,
+    overrides: Overrides = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only what takes seconds: torch is not imported.")] = False,
+    ranks: Annotated[int | None, typer.Option(min=1, help="How many ranks the run is to have.")] = None,
+) -> None:
+    """Say what is installed and found here, and what would stop a run; exit status 1 if something would.
+
+    Under srun, one process a node, all report to the first node, which compares them and names each bad one.
+    """
+    from fastslow_scale.launch.doctor import examine
+    from fastslow_scale.launch.job import job_environment, joined_job, step_hosts
+    from fastslow_scale.launch.roll_call import collect, judge, report_to
+    from fastslow_scale.launch.signals import start_again_on_signal
+
+    start_again_on_signal()
+    joined = joined_job()
+    if joined:
+        os.environ.update(job_environment())
+    tree = load_config(config, overrides or []) if config else None
+    report = examine(tree, ranks, quick)
+    reports = [report]
+    if joined:
+        first, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if os.environ["RANK"] != "0":
+            if not report_to((first, port), report):
+                raise RunError(f"{report.host} cannot reach {first} port {port}")
+            return
+        reports = collect(report, step_hosts(), port, tree.train.run_dir if tree else None)
+    for line in [*report.versions, *(entry.line() for entry in reports)]:
+        print(line)
+    problems = judge(reports)
+    for line in problems:
+        print(f"error: {line}", file=sys.stderr)
+    if problems:
+        raise typer.Exit(1)
+    print("nothing found that would stop a run")
+
+
 def main() -> None:
-    """Run the command line; the only place where a `UserError` becomes a line and an exit status."""
-    try:
-        code = app(standalone_mode=False)
-    except UserError as error:
-        if first_to_report():
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        code = 2
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        code = 1
-    except click.ClickException as error:
-        error.show()
-        code = 2
-    except (KeyboardInterrupt, click.Abort):
-        code = 130
-    sys.exit(code)
-
-
-def first_to_report() -> bool:
-    """Whether no other rank of this job has reported a mistake: ranks that meet the same one say it once."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_initialized():
-        return os.environ.get("RANK", "0") == "0"
-    return bool(distributed.distributed_c10d._get_default_store().add("mistakes", 1) == 1)
+    """Run the command line."""
+    sys.exit(exit_status(lambda: app(standalone_mode=False)))
 
 
 if __name__ == "__main__":

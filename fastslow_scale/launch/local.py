@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this machine, or find out that something else already did.
+"""Start the ranks of a run on this machine.
 
 The ranks are started by torch's elastic agent, as torchrun would: it gives each its RANK, LOCAL_RANK, WORLD_SIZE,
 MASTER_ADDR and MASTER_PORT, and ends the others when one fails. What is added here is the environment the ranks run
@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import uuid
@@ -34,7 +33,6 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
 SHUTDOWN_SECONDS = 10
-FIRST_RESERVED_STEP = 0xFFFFFFF0
 
 
 def launch(nproc: int, module: str, arguments: Sequence[str] = (), max_restarts: int = 0) -> int:
@@ -128,58 +126,6 @@ def rank_environment(nproc: int) -> dict[str, str]:
         wanted["MALLOC_TRIM_THRESHOLD_"] = str(16 * 2**30)
         wanted["MALLOC_TOP_PAD_"] = str(64 * 2**20)
     return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
-def joined_job(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process already is one rank of a job that torchrun or srun started."""
-    return _under_torchrun(environment) or _under_srun(environment)
-
-
-def job_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of the job this process is a rank of.
-
-    torchrun sets them itself; for a rank started by srun they follow from SLURM's own variables.
-    """
-    if _under_torchrun(environment):
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        return {name: environment[name] for name in names if name in environment}
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
-    # Below the ports that the system hands out by itself; steps of one job that run side by side get different ones.
-    port = 10000 + (31 * int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])) % 20000
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": _step_tasks(environment),
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "MASTER_ADDR": _first_host(nodes),
-        "MASTER_PORT": str(port),
-    }
-
-
-def _under_torchrun(environment: Mapping[str, str]) -> bool:
-    return "RANK" in environment and "WORLD_SIZE" in environment
-
-
-def _under_srun(environment: Mapping[str, str]) -> bool:
-    # A batch script and the shell of salloc have SLURM_PROCID and SLURM_NTASKS too, but are no ranks: they have no step
-    # id, or one of the highest, which SLURM keeps for its own steps.
-    step = int(environment.get("SLURM_STEP_ID", FIRST_RESERVED_STEP))
-    in_step = step < FIRST_RESERVED_STEP and "SLURM_PROCID" in environment
-    return in_step and int(_step_tasks(environment)) > 1
-
-
-def _step_tasks(environment: Mapping[str, str]) -> str:
-    return environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
-
-
-def _first_host(nodes: str) -> str:
-    command = ["scontrol", "show", "hostnames", nodes]
-    try:
-        hosts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(f"cannot tell the hosts of SLURM's node list {nodes}: {error}") from None
-    if not hosts:
-        raise UserError(f"SLURM's node list {nodes} names no host")
-    return hosts[0]
 
 
 def _first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

@@ -21,6 +21,7 @@ from fastslow_scale import cli
 from fastslow_scale.config import Config
 from fastslow_scale.inference.generate import Sampling, TextStream, generate, generate_ids
 from fastslow_scale.inference.load import load_model
+from fastslow_scale.launch import ending
 from fastslow_scale.model.model import build_model
 from fastslow_scale.parallel.mesh import single_process_mesh
 from fastslow_scale.train.checkpoint import save_checkpoint
@@ -247,7 +248,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(trained: Trained, own: Path) -
 
 def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     # A job reports a mistake once; here all the commands are one job.
-    monkeypatch.setattr(cli, "first_to_report", lambda: True)
+    monkeypatch.setattr(ending, "first_to_report", lambda: True)
     monkeypatch.setattr(sys, "argv", ["fastslow", "generate", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()

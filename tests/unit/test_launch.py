@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import UserError
-from fastslow_scale.launch.local import job_environment, joined_job, launch, rank_environment
+from fastslow_scale.launch.job import job_environment, joined_job
+from fastslow_scale.launch.local import launch, rank_environment
 from fastslow_scale.launch.signals import EXIT_INTERRUPTED, EXIT_START_AGAIN
 
 pytestmark = pytest.mark.unit
@@ -234,6 +235,13 @@ def test_srun_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for other in ({"SLURM_JOB_ID": "4712"}, {"SLURM_STEP_ID": "1"}):
         assert int(job_environment(SRUN_RANK | other)["MASTER_PORT"]) != port
     assert int(job_environment(SRUN_RANK | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})["MASTER_PORT"]) == port
+
+
+def test_an_address_that_is_set_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Inside a container there is no scontrol; the script outside has found the address."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    joined = job_environment(SRUN_RANK | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "12345"})
+    assert (joined["MASTER_ADDR"], joined["MASTER_PORT"], joined["RANK"]) == ("10.0.0.7", "12345", "5")
 
 
 @pytest.mark.parametrize("step", [None, "4294967291", "4294967290"])
