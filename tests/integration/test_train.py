@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_pipeline.batches import step_batches
+from data_pipeline.stream import TokenDataset
+from fastslow_scale.config_file import load_config
+from fastslow_scale.model.documents import Documents
+from fastslow_scale.model.model import build_model
 from fastslow_scale.monitor import read_metrics
+from fastslow_scale.parallel.mesh import single_process_mesh
 from fastslow_scale.train.checkpoint_reader import MOMENTS, WEIGHTS, CheckpointReader
 from tests.commands import fastslow, kill_group, refused, running
 
@@ -131,6 +137,25 @@ def test_a_folder_with_another_run_is_refused(config_file: Path, uninterrupted: 
     line = refused("train", config_file, *TWO_RANKS, f"train.run_dir={run}", "optimizer.lr=1e-4", "--nproc", 2)
     assert "optimizer.lr" in line
     assert str(run) in line
+
+
+def test_documents_kept_apart_have_the_loss_of_the_masked_model(config_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    keys = [f"train.run_dir={run}", "train.max_steps=1", "data.reset_at_document=true", "validation.max_sequences=2"]
+    # Many rows, so that some hold the end of a document, and weights large enough for attention to matter.
+    fastslow("train", config_file, *keys, "train.global_batch_size=128", "model.initializer_range=0.3")
+    config = load_config(run / "config.yaml")
+    dataset, size = TokenDataset.open(config.data.path), config.train.global_batch_size
+    rows = next(
+        step_batches(dataset, seed=0, start_sample=0, global_batch_size=size, dp_rank=0, dp_size=1, num_workers=0)
+    )
+    tokens, labels = rows[:, :-1], rows[:, 1:]
+    assert (tokens[:, 1:] == dataset.eos_id).any(), "a row with the end of a document"
+    model = build_model(config, single_process_mesh(), torch.float64)
+    apart = model(tokens, labels, Documents.of_tokens(tokens, dataset.eos_id)).item() / labels.numel()
+    [(_, loss, _)] = exact(run)
+    assert loss == pytest.approx(apart, abs=1e-5)
+    assert abs(apart - model(tokens, labels).item() / labels.numel()) > 1e-3
 
 
 @pytest.mark.parametrize(
