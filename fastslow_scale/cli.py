@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -139,6 +140,34 @@ def doctor(
     if problems:
         raise typer.Exit(1)
     print("nothing found that would stop a run")
+
+
+@app.command()
+def theory(
+    output: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where report.md, report.json and the figures go.")
+    ] = Path("runs/theory"),
+    seed: Annotated[int, typer.Option(min=0, help="Other generators, other networks.")] = 0,
+) -> None:
+    """Check the linear theory behind the model by numbers; exit status 1 if a check fails. About a minute.
+
+    Stiff solutions against the slow manifold, the stationary distribution three ways, phi learned without targets, and
+    what breaks. docs/theory.md explains it.
+    """
+    from rich.console import Console
+
+    from fastslow_scale.study import theory_report
+    from fastslow_scale.study.theory import study_theory
+
+    theory_report.prepare_folder(output)
+    console = Console()
+    with console.status("") as status:
+        found = study_theory(seed, status.update)
+    theory_report.print_claims(found.claims, console)
+    for path in theory_report.write_report(found, output):
+        print(path)
+    if not found.ok:
+        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""The question itself: what the theory says, checked by numbers."""
