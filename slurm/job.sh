@@ -105,15 +105,15 @@ run_ranks() {
 
 finish() {
     local status=$1 state node silent=()
-    if [ "$status" -eq 0 ] && [ -e "$start_again" ]; then
+    # A job that SLURM has taken back (a preemption, a node that is known to be down) or that was cancelled is not ours to
+    # queue: `scontrol requeue` would bring a cancelled one back.
+    state=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep -o 'JobState=[A-Z_]*')
+    if [ "$state" != JobState=RUNNING ]; then
+        say "SLURM has ended this start ($state)"
+    elif [ "$status" -eq 0 ] && [ -e "$start_again" ]; then
         refuse_idle_starts
-        queue_again "the ranks have stopped at a checkpoint and ask to be started again"
+        queue_again "the ranks were told to stop, and ask to be started again"
     elif [ "$status" -ne 0 ]; then
-        state=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep -o 'JobState=[A-Z_]*')
-        if [ "$state" != JobState=RUNNING ]; then
-            say "SLURM has ended this start ($state)"
-            exit "$status"
-        fi
         # SLURM needs minutes to find that a node is gone, the ranks on the others notice at once.
         for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
             timeout 60 srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$node" --overlap true 2>/dev/null ||
@@ -128,22 +128,19 @@ finish() {
     exit "$status"
 }
 
-# After a job was queued again this script is ended by SLURM.
+# SLURM then ends this script.
 queue_again() {
     say "$1"
     if [ "${part_of_chain:-no}" = yes ]; then
         say "not queued again: the next job of the chain goes on"
-        exit 75
-    fi
-    # It fails where SLURM has taken the job back itself: a preemption, or a node that is known to be down.
-    if scontrol requeue "$SLURM_JOB_ID"; then
+    elif scontrol requeue "$SLURM_JOB_ID"; then
         say "queued again"
     fi
     exit 75
 }
 
 times_saved() {
-    grep -c '^stopped by ' "$rank_log" 2>/dev/null || true
+    { grep -s '^stopped by ' "$rank_log" || true; } | wc -l
 }
 
 # A time limit that leaves no time for training would otherwise start the job for ever.
