@@ -114,7 +114,7 @@ finish() {
         refuse_idle_starts
         queue_again "the ranks were told to stop, and ask to be started again"
     elif [ "$status" -ne 0 ]; then
-        # SLURM needs minutes to find that a node is gone, the ranks on the others notice at once.
+        # SLURM needs minutes to find that a node is gone; until then it starts jobs there, whose steps fail.
         for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
             timeout 60 srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$node" --overlap true 2>/dev/null ||
                 silent+=("$node")

@@ -80,6 +80,14 @@ class Lab:
         init = psutil.Process(self._pid(name)).children()[0].pid
         subprocess.run(["nsenter", "--mount", f"--target={init}", *map(str, command)], check=True, timeout=30)
 
+    def processes(self, name: str, words: str) -> list[psutil.Process]:
+        """Those in a node whose command line has these words."""
+        return [
+            process
+            for process in psutil.Process(self._pid(name)).children(recursive=True)
+            if words in " ".join(process.cmdline())
+        ]
+
     def ask(self, *command: object, status: int = 0, **variables: str) -> str:
         """Run one of SLURM's commands; what it printed."""
         done = subprocess.run(

@@ -184,13 +184,10 @@ def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(
     wait_for("a checkpoint and a step after it", lambda: step_reached(run, 6))
     second = lab.ask("scontrol", "show", "hostnames", lab.job(job)["NodeList"]).split()[1]
     lab.kill_node(second)
-    killed = time.monotonic()
     wait_for("the job's second start", lambda: lab.job(job)["Restarts"] == "1")
-    print(f"requeued after {time.monotonic() - killed:.0f} s")
     ended = lab.ended(job)
     log = (tmp_path / f"{job}.log").read_text()
     assert ended["JobState"] == "COMPLETED", log
-    assert f"job {job}: no answer from {second}\n" in log
     assert second not in lab.ask("scontrol", "show", "hostnames", ended["NodeList"]).split()
     assert re.search(r"resuming from .*/step_0000000[48]$", rank_0(tmp_path, job), re.MULTILINE), rank_0(tmp_path, job)
     equal(run, uninterrupted, 40)
@@ -228,14 +225,15 @@ def killed_job_ends_the_watch(lab: Lab, config_file: Path, folder: Path) -> str:
             assert watch.stdout is not None
             line = next(line for line in watch.stdout if " RUNNING on " in line)
             job = line.split()[1].rstrip(":")
-            lab.ask("scancel", "--full", "--signal=KILL", job)
+            (script,) = wait_for("the job's script", lambda: lab.processes("n1", "slurm_script"))
+            script.kill()
             killed = time.monotonic()
             output, _ = watch.communicate(timeout=60)
         finally:
             watch.kill()
     assert time.monotonic() - killed < 30
     assert watch.returncode == 1, output
-    assert re.search(rf"^job {job}: ended as FAILED, exit status \S+$", output, re.MULTILINE), output
+    assert re.search(rf"^job {job}: ended as FAILED, exit status 0:9$", output, re.MULTILINE), output
     assert f"job {job}: the last lines of {run}/slurm/{job}_0_log.out:" in output
     assert re.search(rf"job {job}: start 1 on 2 nodes", output), output
     assert not (run / "metrics.jsonl").exists()
@@ -298,18 +296,36 @@ FAKE_PYTHON = """#!/bin/bash
 case $4-$SLURM_PROCID in
     fail-1) echo "error: the first cause"; exit 1 ;;
     idle-*) exit 75 ;;
+    well-*) exit 0 ;;
     *) trap 'exit 75' TERM; echo ready; while :; do sleep 0.1; done ;;
 esac
 """
 
 
-def test_what_is_not_started_again(lab: Lab, tmp_path: Path) -> None:
-    """A failed rank, a cancelled job, and one that is stopped before the first step again and again."""
+@pytest.fixture
+def fake(tmp_path: Path) -> dict[str, str]:
+    """Makes a script use FAKE_PYTHON."""
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
-    fake = {"VENV": str(tmp_path / "venv")}
+    return {"VENV": str(tmp_path / "venv")}
+
+
+def test_a_job_that_starts_on_a_dead_node_waits_for_another(lab: Lab, fake: dict[str, str], tmp_path: Path) -> None:
+    """SLURM does not know yet that the node is gone; it comes back in the end."""
+    lab.kill_node("n8")
+    job = script(lab, tmp_path, *size(2, 1), "--nodelist=n[7-8]", "well", **fake)
+    log = tmp_path / f"{job}.log"
+    wait_for("the failed start", lambda: log.exists() and "queued again" in log.read_text())
+    lab.start_node("n8")
+    ended = lab.ended(job)
+    assert (ended["JobState"], int(ended["Restarts"]) >= 1) == ("COMPLETED", True), log.read_text()
+    assert f"job {job}: no answer from n8\n" in log.read_text()
+
+
+def test_what_is_not_started_again(lab: Lab, fake: dict[str, str], tmp_path: Path) -> None:
+    """A failed rank, a cancelled job, and one that is stopped before the first step again and again."""
     failing, cancelled, idle, chained = (
         script(lab, tmp_path, *size(2, 1), what, **fake, part_of_chain=chain)
         for what, chain in (("fail", "no"), ("cancel", "no"), ("idle", "no"), ("idle", "yes"))

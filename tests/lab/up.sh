@@ -52,7 +52,7 @@ else
 JobAcctGatherType=jobacct_gather/none"
 fi
 # cred_expire: by default a job that was queued again waits two minutes. SlurmdTimeout: a node
-# is down after so many seconds, which is later than the other ranks notice, as on any cluster.
+# counts as down after so many seconds; on clusters it is minutes.
 cat >"$SLURM_CONF" <<C
 ClusterName=lab
 SlurmctldHost=$(hostname -s)(127.0.0.1)
@@ -76,7 +76,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 GresTypes=gpu
 ReturnToService=2
-SlurmdTimeout=40
+SlurmdTimeout=20
 SlurmctldTimeout=10
 MessageTimeout=5
 TCPTimeout=2
