@@ -23,6 +23,7 @@ TRAINING = "tests/parallel/test_layouts.py::test_training_through_the_engine_equ
 ENGINE = "tests/parallel/test_engine.py"
 SAVER = "tests/parallel/test_saver.py"
 SANITY = "tests/parallel/test_sanity.py"
+THEORY = "tests/unit/test_theory.py"
 BAD_NUMBERS = "tests/integration/test_bad_numbers.py"
 
 
@@ -38,6 +39,7 @@ class Break:
 
 
 COLLECTIVES, COUPLING = "fastslow_scale/parallel/collectives.py", "fastslow_scale/model/coupling.py"
+STATIONARY, SLOW_FAST = "fastslow_scale/study/stationary.py", "fastslow_scale/study/slow_fast.py"
 BREAKS = [
     Break(
         "norm gradients not summed under sequence parallelism",
@@ -333,6 +335,55 @@ BREAKS = [
         "    if available < LINE_CHARACTERS:\n        return 0\n",
         "    return start + PIECE_CHARACTERS\n",
         "tests/unit/data/test_packing.py::test_cuts_change_no_id",
+    ),
+    Break(
+        "the group inverse is the pseudo-inverse",
+        STATIONARY,
+        "np.linalg.inv(generator + projector) - projector",
+        "np.linalg.pinv(generator)",
+        f"{THEORY}::test_the_first_order_manifold_leaves_order_eps_squared",
+    ),
+    Break(
+        "the group inverse has the other sign",
+        STATIONARY,
+        "np.linalg.inv(generator + projector) - projector",
+        "projector - np.linalg.inv(generator + projector)",
+        f"{THEORY}::test_the_group_inverse_is_minus_the_integral_of_what_is_not_yet_stationary",
+    ),
+    Break(
+        "eps forgotten in the first-order manifold",
+        SLOW_FAST,
+        "stationary + eps * np.einsum",
+        "stationary + np.einsum",
+        f"{THEORY}::test_the_first_order_manifold_leaves_order_eps_squared",
+    ),
+    Break(
+        "the initial layer counts as distance",
+        SLOW_FAST,
+        "late = path.time >= LAYER",
+        "late = path.time >= 0",
+        f"{THEORY}::test_distance_to_the_stationary_distribution_is_of_order_eps",
+    ),
+    Break(
+        "the null space of the transposed generator",
+        STATIONARY,
+        "np.linalg.svd(generator)",
+        "np.linalg.svd(generator.swapaxes(-1, -2))",
+        f"{THEORY}::test_three_ways_to_the_stationary_distribution",
+    ),
+    Break(
+        "phi off the simplex",
+        "fastslow_scale/study/variational.py",
+        "torch.softmax(self.down(F.silu(self.up(y))), dim=-1)",
+        "self.down(F.silu(self.up(y)))",
+        f"{THEORY}::test_phi_finds_the_stationary_distribution_on_points_it_never_saw",
+    ),
+    Break(
+        "a second closed class goes unnoticed",
+        STATIONARY,
+        "if (sizes[..., -2] <= SINGULAR * sizes[..., 0]).any():",
+        "if False:",
+        f"{THEORY}::test_a_reducible_generator_is_reported",
     ),
 ]
 
