@@ -74,9 +74,9 @@ VARIANTS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=24, help="turns of every variant (default: %(default)s)")
-    parser.add_argument("--seconds", type=int, default=150, help="no new round after these (default: %(default)s)")
+    parser.add_argument("--seconds", type=int, default=300, help="no new round after these (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1, help="steps of a turn (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=1024, help=f"tokens of a step, a multiple of {SEQ_LENGTH}")
+    parser.add_argument("--tokens", type=int, default=4096, help=f"tokens of a step, a multiple of {SEQ_LENGTH}")
     parser.add_argument("--threads", type=int, default=None, help="of each process (default: what the launcher takes)")
     parser.add_argument("--profile", action="store_true", help="then profile plain torch and ZeRO-1")
     options = parser.parse_args()
@@ -269,17 +269,19 @@ def plain(variant: Variant, sequences: int) -> tuple[Step, int]:
 
 
 def engine(variant: Variant, sequences: int) -> tuple[Step, int]:
-    """What the training loop does between two batches, at TP=1: labels, valid tokens, schedule, DeepSpeed."""
+    """What the training loop does between two batches, at TP=1: labels, schedule, DeepSpeed, guard, stop signal."""
     import torch
 
     from fastslow_scale.model.model import build_model
     from fastslow_scale.parallel.mesh import single_process_mesh
-    from fastslow_scale.train.batch import count_valid, inputs_and_labels
+    from fastslow_scale.train.batch import count_valid, inputs_and_labels, mean_loss
     from fastslow_scale.train.engine import Engine
+    from fastslow_scale.train.guard import Guard
+    from fastslow_scale.train.loop import agreed_signal
     from fastslow_scale.train.schedule import learning_rate
 
     config, mesh = config_of(variant, sequences), single_process_mesh()
-    engine = Engine(build_model(config, mesh), config, mesh)
+    engine, guard = Engine(build_model(config, mesh), config, mesh), Guard(config.train)
     steps = 0
 
     def step(rows: torch.Tensor) -> None:
@@ -287,8 +289,11 @@ def engine(variant: Variant, sequences: int) -> tuple[Step, int]:
         tokens, labels = inputs_and_labels(rows, pad_id=-1)
         valid = count_valid(labels, mesh)
         engine.set_learning_rate(learning_rate(config, steps))
-        update = engine.backward(engine.forward(tokens, labels), valid)
-        assert update is not None and update.applied
+        loss_sum = engine.forward(tokens, labels)
+        loss = mean_loss(loss_sum, valid, mesh)
+        update = engine.backward(loss_sum, valid, discard=loss > guard.skip_above)
+        assert update is not None and guard.judge(loss.item(), update.grad_norm, update.applied) is None
+        assert agreed_signal(0, mesh) is None
         steps += 1
 
     return step, count(engine.model)
