@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 
@@ -42,10 +43,26 @@ def step_hosts(environment: Mapping[str, str] = os.environ) -> list[str]:
     command = ["scontrol", "show", "hostnames", nodes]
     try:
         hosts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    except FileNotFoundError:  # inside a container, which has none of SLURM's commands
+        hosts = _expanded(nodes)
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(f"cannot tell the hosts of SLURM's node list {nodes}: {error}") from None
     if not hosts:
         raise UserError(f"SLURM's node list {nodes} names no host")
+    return hosts
+
+
+def _expanded(nodes: str) -> list[str]:
+    """`gpu[07-08,11],login` -> gpu07, gpu08, gpu11, login. Names with several brackets are left to scontrol."""
+    word = r"[^,\[\]]+(?:\[[\d,-]+\])?"
+    if not re.fullmatch(rf"{word}(?:,{word})*", nodes):
+        raise UserError(f"cannot tell the hosts of SLURM's node list {nodes} without scontrol")
+    hosts = []
+    for name, ranges in re.findall(r"([^,\[\]]+)(?:\[([\d,-]+)\])?", nodes):
+        for part in ranges.split(","):
+            first, _, last = part.partition("-")
+            numbers = range(int(first), int(last or first) + 1) if part else None
+            hosts += [name] if numbers is None else [f"{name}{number:0{len(first)}d}" for number in numbers]
     return hosts
 
 

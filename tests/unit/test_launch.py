@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import UserError
-from fastslow_scale.launch.job import job_environment, joined_job
+from fastslow_scale.launch.job import job_environment, joined_job, step_hosts
 from fastslow_scale.launch.local import launch, rank_environment
 from fastslow_scale.launch.signals import EXIT_INTERRUPTED, EXIT_START_AGAIN
 
@@ -254,10 +254,25 @@ def test_a_single_srun_task_may_start_its_own_ranks() -> None:
     assert not joined_job(SRUN_RANK | {"SLURM_STEP_NUM_TASKS": "1"})
 
 
+@pytest.mark.parametrize(
+    ("nodes", "hosts"),
+    [
+        ("node[07-08]", ["node07", "node08"]),
+        ("n1", ["n1"]),
+        ("gpu[098-101,3],login,a-b[1-2]", ["gpu098", "gpu099", "gpu100", "gpu101", "gpu3", "login", "a-b1", "a-b2"]),
+    ],
+)
+def test_node_lists_without_scontrol(
+    nodes: str, hosts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert step_hosts(SRUN_RANK | {"SLURM_STEP_NODELIST": nodes}) == hosts
+
+
 def test_a_node_list_that_nothing_can_expand_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"node\[07-08\]"):
-        job_environment(SRUN_RANK)
+    with pytest.raises(UserError, match=r"rack\[1-2\]node\[1-4\]"):
+        job_environment(SRUN_RANK | {"SLURM_STEP_NODELIST": "rack[1-2]node[1-4]"})
 
 
 def _wait_for(path: Path) -> Path:
