@@ -47,11 +47,11 @@ def _path() -> str:
 
 
 def wait_for(what: str, look: Callable[[], T | None], seconds: float = 300) -> T:
-    """The first value that is not None or False."""
+    """The first value that says something: not None, False or empty."""
     deadline = time.monotonic() + seconds
     while True:
         value = look()
-        if value is not None and value is not False:
+        if value:
             return value
         assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s"
         time.sleep(0.2)
