@@ -64,6 +64,7 @@ def remount(folder: Path, options: str) -> None:
     assert mount("-o", f"remount,{options}", folder)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(config_file: Path, disk: Disk) -> None:
     run = disk.folder / "run"
     checkpoints = run / "checkpoints"

@@ -85,6 +85,7 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(
         assert torch.equal(weights(run, 12)[key], tensor), key
 
 
+@pytest.mark.slow
 def test_damage_is_named_and_passed_over(config_file: Path, uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
     run = Path(shutil.copytree(uninterrupted[0], tmp_path / "damaged"))
     oldest, shardless, newest = (run / "checkpoints" / f"step_{step:08d}" for step in (4, 8, 12))
@@ -126,6 +127,7 @@ def test_a_finished_run_says_so_and_ends_well(config_file: Path, uninterrupted: 
     assert exact(run) == before
 
 
+@pytest.mark.slow
 def test_the_written_config_starts_the_same_run(uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
     run = tmp_path / "again"
     fastslow("train", uninterrupted[0] / "config.yaml", f"train.run_dir={run}", "--nproc", 2)
