@@ -429,7 +429,7 @@ def test_an_output_that_is_a_file_is_refused_before_any_work(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_the_command_from_end_to_end(tmp_path: Path) -> None:
-    printed = fastslow("theory", "--output", tmp_path / "out", timeout=180)
+    printed = fastslow("theory", "--output", tmp_path / "out", timeout=400)
     found = json.loads((tmp_path / "out" / "report.json").read_text())
     assert found["ok"] is True and len(found["claims"]) == 27
     assert all(claim["ok"] for claim in found["claims"])
