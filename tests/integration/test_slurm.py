@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -226,9 +227,11 @@ def killed_job_ends_the_watch(lab: Lab, config_file: Path, folder: Path) -> str:
             job = line.split()[1].rstrip(":")
             (script,) = wait_for("the job's script", lambda: lab.processes("n1", "slurm_script"))
             script.kill()
-            output, _ = watch.communicate(timeout=180)
+            killed = time.monotonic()
+            output, _ = watch.communicate(timeout=60)
         finally:
             watch.kill()
+    assert time.monotonic() - killed < 30
     assert watch.returncode == 1, output
     assert re.search(rf"^job {job}: ended as FAILED, exit status 0:9$", output, re.MULTILINE), output
     assert f"job {job}: the last lines of {run}/slurm/{job}_0_log.out:" in output
