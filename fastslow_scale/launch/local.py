@@ -34,6 +34,8 @@ EXIT_BAD_INPUT = 2
 
 SHUTDOWN_SECONDS = 10
 
+FIRST_INTERRUPT = b"stopping at the next step with a checkpoint; a second SIGINT ends it at once\n"
+
 
 def launch(nproc: int, module: str, arguments: Sequence[str] = (), max_restarts: int = 0) -> int:
     """Run `python -m module *arguments` as `nproc` ranks on this machine; return the exit code to end with.
@@ -108,6 +110,8 @@ class _SignalsHandedOn:
         ranks = psutil.Process().children()
         if not ranks:
             sys.exit(EXIT_START_AGAIN)
+        if self.interrupts == 1 and number == signal.SIGINT:
+            os.write(sys.stderr.fileno(), FIRST_INTERRUPT)  # print is not safe to interrupt itself
         wanted = signal.SIGKILL if self.interrupts > 1 else signal.SIGTERM if number == signal.SIGHUP else number
         for rank in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):

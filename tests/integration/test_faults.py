@@ -12,6 +12,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from fastslow_scale.launch.local import FIRST_INTERRUPT
 from fastslow_scale.launch.signals import EXIT_INTERRUPTED, EXIT_START_AGAIN
 from tests.commands import fastslow, running
 from tests.integration.test_train import exact, weights
@@ -34,6 +35,14 @@ def wait_for_step(launcher: subprocess.Popen[str], step: int) -> None:
         if line.startswith("step") and int(line.split("/")[0].split()[1]) >= step:
             return
     raise AssertionError(f"the run ended before step {step}")
+
+
+def wait_for_line(launcher: subprocess.Popen[str], wanted: str) -> None:
+    assert launcher.stdout is not None
+    for line in launcher.stdout:
+        if line.strip() == wanted:
+            return
+    raise AssertionError(f"the run ended without: {wanted}")
 
 
 def rest_of(launcher: subprocess.Popen[str], status: int) -> list[str]:
@@ -110,6 +119,7 @@ def test_a_second_interrupt_ends_at_once(config_file: Path, tmp_path: Path) -> N
         wait_for_step(launcher, 3)
         ranks_of(launcher)[1].suspend()
         launcher.send_signal(signal.SIGINT)
+        wait_for_line(launcher, FIRST_INTERRUPT.decode().strip())  # two signals at once may arrive as one
         launcher.send_signal(signal.SIGINT)
         lines = rest_of(launcher, EXIT_INTERRUPTED)
     assert lines[-1] == "ended by a second SIGINT"
