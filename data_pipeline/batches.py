@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from data_pipeline.errors import UserError
 from data_pipeline.mixture import Data, Reader
-from data_pipeline.workers import end_with_parent
+from data_pipeline.workers import end_with_parent, end_without_finalising
 
 _PREFETCH_BATCHES = 4
 _SIGNALS_OF_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -127,6 +127,7 @@ def _from_workers(samples: _Samples, starts: _StepStarts, num_workers: int) -> I
 
 def _start_worker(worker_id: int) -> None:
     end_with_parent()  # torch looks for this itself, but not for a parent that was killed while the worker started
+    end_without_finalising()
 
 
 def _with_signals_blocked(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:

@@ -34,7 +34,7 @@ EXIT_BAD_INPUT = 2
 
 SHUTDOWN_SECONDS = 10
 
-FIRST_INTERRUPT = b"stopping at the next step with a checkpoint; a second SIGINT ends it at once\n"
+FIRST_INTERRUPT = b"stopping; a second SIGINT ends the ranks at once\n"
 
 
 def launch(nproc: int, module: str, arguments: Sequence[str] = (), max_restarts: int = 0) -> int:
