@@ -87,6 +87,16 @@ def demo(output: Annotated[Path, typer.Option(help="The folder to write.")] = Pa
 
 
 @app.command()
+def planted(output: Annotated[Path, typer.Option(help="The folder to write.")] = Path("data/planted")) -> None:
+    """Write the texts of configs/planted.yaml, whose letters can only be foretold by remembering far back."""
+    from data_pipeline.planted import build_planted
+
+    manifest = build_planted(output)
+    _say(f"wrote {output}")
+    _print_counts(manifest)
+
+
+@app.command()
 def tokenizer(
     input: Inputs,
     vocab_size: Annotated[int, typer.Option(min=1, help="Number of pieces.")],

@@ -20,7 +20,8 @@ from data_pipeline.errors import UserError
 from data_pipeline.folder import is_url
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Variant = Literal["dense", "coupled", "frozen", "frozen_slow"]
+LEAK = "a block's mean given to the block's own tokens shows them the tokens that they are to predict"
+Variant = Literal["dense", "coupled", "frozen", "frozen_slow", "shuffled"]
 
 
 class Section(BaseModel):
@@ -45,7 +46,10 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The fast path (Llama's words) and the variant."""
 
-    variant: Variant = "coupled"
+    variant: Variant = Field(
+        default="coupled",
+        description="shuffled: each sequence hears of the slow state of another one, a control without information",
+    )
     vocab_size: int = Field(ge=8, lt=2**31)
     hidden_size: int = Field(ge=2)
     intermediate_size: int = Field(ge=1)
@@ -64,6 +68,13 @@ class ModelConfig(Section):
         ge=1,
         description="the embedding has vocab_size rounded up to this multiple; padding is never predicted",
     )
+
+    @field_validator("variant", mode="before")
+    @classmethod
+    def _no_leak(cls, variant: Any) -> Any:
+        if variant == "unshifted":
+            raise ValueError(f"model.variant|unshifted|is not trained: {LEAK}")
+        return variant
 
     @property
     def key_value_heads(self) -> int:
@@ -120,6 +131,9 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     grad_clip: float = Field(default=1.0, ge=0, description="largest global gradient norm; 0: no clipping")
+    clip_slow_apart: bool = Field(
+        default=False, description="the slow path and the gates have a norm of their own, clipped to the same size"
+    )
 
 
 class ScheduleConfig(Section):
@@ -152,6 +166,9 @@ class SourceConfig(Section):
 class DataConfig(Section):
     path: str | None = Field(default=None, description="a folder written by `fastslow data shard`, or its URL")
     sources: list[SourceConfig] = Field(default=[], description="instead of path: folders to mix by their weights")
+    order_seed: int | None = Field(
+        default=None, ge=0, lt=2**32, description="another order of the same samples; null: train.seed"
+    )
     num_workers: int = Field(
         default=0, ge=0, description="reader processes of each rank; 0: read in the training process"
     )
@@ -230,6 +247,14 @@ class ValidationConfig(Section):
     max_sequences: int = Field(default=256, ge=1)
 
 
+class StudyConfig(Section):
+    """How runs are compared, by `fastslow ablate`; training does not read it."""
+
+    margin_nats: float = Field(
+        default=0.01, gt=0, description="differences of the validation loss inside this margin count as none"
+    )
+
+
 class Config(Section):
     model: ModelConfig
     slow: SlowConfig = SlowConfig()
@@ -241,6 +266,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     validation: ValidationConfig = ValidationConfig()
+    study: StudyConfig = StudyConfig()
 
     @model_validator(mode="after")
     def _fill_and_check(self) -> Config:
@@ -266,6 +292,11 @@ class Config(Section):
                 f"tensor parallel {tp})"
             )
         return dp
+
+    @property
+    def order_seed(self) -> int:
+        """What decides the order of the samples."""
+        return self.train.seed if self.data.order_seed is None else self.data.order_seed
 
     def gradient_accumulation_steps(self, data_parallel_size: int) -> int:
         return self.train.global_batch_size // (self.train.micro_batch_size * data_parallel_size)
@@ -345,6 +376,18 @@ def _broken_rules(config: Config) -> Iterable[tuple[str, Any, str]]:
             "parallel.zero_stage",
             0,
             "must be 1, 2 or 3 with train.dtype = bf16 (DeepSpeed's bf16 ZeRO-0 computes a wrong norm)",
+        )
+    if config.optimizer.clip_slow_apart and parallel.zero_stage:
+        yield (
+            "optimizer.clip_slow_apart",
+            True,
+            f"needs parallel.zero_stage = 0, not {parallel.zero_stage} (DeepSpeed's ZeRO clips by one norm of all)",
+        )
+    if model.variant == "shuffled" and train.micro_batch_size < 2:
+        yield (
+            "train.micro_batch_size",
+            train.micro_batch_size,
+            "must be at least 2 with model.variant = shuffled (there is no other sequence to take a slow state from)",
         )
     if config.data.path is not None and config.data.sources:
         yield "data.sources", config.data.path, "must not be given together with data.path"

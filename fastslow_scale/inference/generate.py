@@ -42,8 +42,11 @@ def generate(loaded: Loaded, prompts: Sequence[str], max_tokens: int, sampling: 
         What each row's text grew by, for each step: whole characters, and empty for a row that has ended.
 
     Raises:
-        UserError: the prompt and `max_tokens` do not fit in the context that the model was trained with.
+        UserError: the prompt and `max_tokens` do not fit in the context that the model was trained with, or the model
+            hears of other texts.
     """
+    if loaded.config.model.variant == "shuffled":
+        raise UserError("a model of variant shuffled goes on from the slow state of another text: it generates nothing")
     tokenizer = loaded.tokenizer
     ids = [tokenizer.encode(prompt) or [tokenizer.eos_id] for prompt in prompts]
     for row in ids:

@@ -45,6 +45,8 @@ class Exchange(SlowPath):
     Where documents are kept apart, the mean is over the tokens of the block's own document (its last token's), slow
     attention and c stay within it.
 
+    With `shuffled`, c comes from another sequence of the batch: the same work, but no information about the sequence.
+
     While `measure` is on, `energy` holds the squared norms of this rank's c and x and of the gate, [3], and `state` the
     slow state y.
     """
@@ -55,6 +57,7 @@ class Exchange(SlowPath):
         super().__init__(name, model, slow, seed, recompute, dtype)
         self.pool_size = slow.pool_size
         self.gate = nn.Parameter(torch.zeros(model.hidden_size, dtype=dtype))
+        self.shuffled = model.variant == "shuffled"
         self.measure = False
         self.energy: torch.Tensor | None = None
         self.state: torch.Tensor | None = None
@@ -71,6 +74,8 @@ class Exchange(SlowPath):
             p = pool(x * documents.pooled, self.pool_size, num_blocks, tokens.first, tokens.group)
             attends = [documents.blocks.attend] * len(self.slow_layers)
             c, y = self.answer(p * self.pool_size / documents.counted, y, rope, attends)
+        if self.shuffled:
+            c = of_another_sequence(c)
         own = spread(c, self.pool_size, x.shape[0], tokens.first, tokens.group)
         if documents is not None:
             own = own * documents.served
@@ -85,3 +90,8 @@ class Exchange(SlowPath):
         """What blocks give to the tokens after them: p [S, B, D] and y -> c [S, B, D] and the new y [S, B, D_slow]."""
         y = self.advance(p, y, rope, attends)
         return self.gate * self.phi(y), y
+
+
+def of_another_sequence(c: torch.Tensor) -> torch.Tensor:
+    """[S, B, D] -> [S, B, D]: each sequence is given its neighbour's; one that is alone is given nothing."""
+    return c.roll(1, dims=1) if c.shape[1] > 1 else torch.zeros_like(c)

@@ -18,7 +18,7 @@ class DataLog:
         self._data = list(data)
         train = self._data[0]
         self._names = train.names if isinstance(train, Mixture) else []
-        self._order = MixtureOrder(train.weights, config.train.seed) if isinstance(train, Mixture) else None
+        self._order = MixtureOrder(train.weights, config.order_seed) if isinstance(train, Mixture) else None
         self._train, self._may_skip = config.train, config.data.on_error == "skip"
         self._met: list[str] = []
         self._told: set[str] = set()

@@ -43,6 +43,7 @@ class Engine:
         self.accumulation = config.gradient_accumulation_steps(mesh.dp_size)
         self.zero_stage = config.parallel.zero_stage
         self.grad_clip = config.optimizer.grad_clip
+        self.clip_slow_apart = config.optimizer.clip_slow_apart
         model.to(mesh.device)
         self.optimizer = build_optimizer(model, config)
         # DeepSpeed prints its memory use here, on every rank, whatever its logger is told.
@@ -94,13 +95,17 @@ class Engine:
 
     def _unpartitioned_norm_and_clip(self) -> Update:
         """ZeRO-0 in fp32 neither reports a norm nor refuses a broken one: do both here, before its step."""
-        params = [p for p in self.model.parameters() if p.grad is not None]
-        norm = float(global_grad_norm(params, self.mesh))
+        named = [(name, p) for name, p in self.model.named_parameters() if p.grad is not None]
+        slow = [p for name, p in named if self.clip_slow_apart and name.startswith("exchanges.")]
+        fast = [p for name, p in named if not (self.clip_slow_apart and name.startswith("exchanges."))]
+        norms = [float(global_grad_norm(params, self.mesh)) for params in (fast, slow) if params]
+        norm = math.hypot(*norms)
         if not math.isfinite(norm):
             self.deepspeed.zero_grad()
             return Update(math.inf, applied=False)
-        if self.grad_clip and norm > self.grad_clip:
-            torch._foreach_mul_([p.grad for p in params], self.grad_clip / (norm + 1e-6))
+        for params, own in zip((fast, slow), norms, strict=False):
+            if self.grad_clip and own > self.grad_clip:
+                torch._foreach_mul_([p.grad for p in params], self.grad_clip / (own + 1e-6))
         return Update(norm, applied=True)
 
 

@@ -232,7 +232,7 @@ class Trainer:
         train = self.config.train
         return step_batches(
             self.train_data,
-            seed=train.seed,
+            seed=self.config.order_seed,
             start_sample=self.step * train.global_batch_size,
             global_batch_size=train.global_batch_size,
             dp_rank=self.mesh.dp_rank,

@@ -20,6 +20,7 @@ MAY_CHANGE = {
     "checkpoint": None,
     "monitor": None,
     "validation": None,
+    "study": None,
     "data": {"num_workers", "on_error", "cache_dir", "cache_gb"},
     "train": {"run_dir", "micro_batch_size", "deterministic", "recompute", "sanity_every", "timeout_seconds"},
 }

@@ -1,0 +1,78 @@
+"""What an ablation compares: the arms, their matched sizes, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import UserError
+from fastslow_scale.config_file import load_config
+from fastslow_scale.study.arms import MATCHED, Arm, choose_arms, size_of
+
+pytestmark = pytest.mark.unit
+
+CONFIG = "configs/paper_500k.yaml"
+
+
+def config_of(arm: Arm, *overrides: str) -> dict[str, dict[str, object]]:
+    return load_config(CONFIG, [*overrides, *arm.overrides]).model_dump()
+
+
+def test_variants_change_nothing_but_the_variant() -> None:
+    base = load_config(CONFIG).model_dump()
+    for arm in choose_arms(CONFIG, [], ["dense", "frozen", "frozen_slow", "coupled", "shuffled"], []):
+        assert config_of(arm) == base | {"model": base["model"] | {"variant": arm.name}}
+
+
+@pytest.mark.parametrize("overrides", [[], ["slow.num_layers=2", "slow.exchange_after=[1,3]", "slow.hidden_size=192"]])
+def test_the_matched_models_are_as_large_or_as_dear_as_the_coupled_one(overrides: list[str]) -> None:
+    coupled = size_of(load_config(CONFIG, [*overrides, "model.variant=coupled"]))
+    for arm in choose_arms(CONFIG, overrides, list(MATCHED), []):
+        config = load_config(CONFIG, [*overrides, *arm.overrides])
+        size = size_of(config)
+        assert config.model.variant == "dense"
+        unit = 3 * config.model.hidden_size * config.model.num_hidden_layers
+        if arm.name == "dense_matched_params":
+            assert abs(size.parameters - coupled.parameters) <= unit / 2
+        else:
+            assert abs(size.flops_per_token - coupled.flops_per_token) <= 6 * unit / 2
+            assert size.parameters < coupled.parameters
+
+
+def test_matched_widths_divide_over_tensor_parallel_ranks() -> None:
+    (arm,) = choose_arms(CONFIG, ["parallel.tensor_parallel_size=4"], ["dense_matched_params"], [])
+    width = load_config(CONFIG, arm.overrides).model.intermediate_size
+    assert width > 352
+    assert width % 4 == 0
+
+
+def test_own_arms_are_a_variant_with_changed_keys() -> None:
+    own = "fan_in=coupled slow.initializer_range=fan_in slow.gate_lr_multiplier=10"
+    (arm,) = choose_arms(CONFIG, [], [], [own])
+    config = load_config(CONFIG, arm.overrides)
+    assert (arm.name, config.model.variant) == ("fan_in", "coupled")
+    assert (config.slow.initializer_range, config.slow.gate_lr_multiplier) == ("fan_in", 10)
+
+
+@pytest.mark.parametrize(
+    ("names", "own", "words"),
+    [
+        (["unshifted"], [], "shows them the tokens that they are to predict"),
+        (["thawed"], [], "variant thawed is not known: choose from dense, frozen"),
+        (["dense", "dense"], [], "dense is named twice"),
+        ([], ["x"], "--arm must look like"),
+        ([], ["x="], r"variant \(none\) is not known"),
+        ([], ["../x=dense"], "--arm must look like"),
+        ([], ["x=dense slow.pool_sise=4"], "did you mean slow.pool_size"),
+        (["shuffled"], ["b=dense train.micro_batch_size=3"], "global_batch_size must be a multiple"),
+    ],
+)
+def test_arms_that_cannot_be_are_refused(names: list[str], own: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        choose_arms(Path(CONFIG), [], names, own)
+
+
+def test_shuffled_needs_another_sequence_in_the_micro_batch() -> None:
+    with pytest.raises(UserError, match=r"train\.micro_batch_size .*at least 2 with model\.variant = shuffled"):
+        choose_arms(CONFIG, ["train.micro_batch_size=1"], ["shuffled"], [])
