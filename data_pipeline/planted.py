@@ -18,7 +18,7 @@ from data_pipeline.index import Manifest
 from data_pipeline.readers import Document
 from data_pipeline.tokenizer import train_tokenizer
 
-PERIOD, PERIODS, JITTER = 16, 8, 4
+PERIOD, PERIODS, JITTER = 16, 4, 4
 LETTERS = "abcdefgh"
 QUESTION, FILLER = "?", "."
 SEQ_LENGTH = PERIOD * PERIODS

@@ -54,9 +54,9 @@ def markdown(found: Ablation, command: str, figures: dict[str, str]) -> str:
     lines += [
         f"Final validation loss in nats a token, paired by seed ({study.seeds} seeds, {found.tokens:,} tokens a run, "
         f"{config.train.seq_length} tokens a sequence). Negative: the first is better. Intervals by Student's t; p "
-        f"Holm is corrected for the {len(found.compared)} comparisons here; p equiv. is that of two one-sided tests against "
-        f"the margin of {study.margin:g} nats, chosen before the runs; the smallest effect is what this many seeds "
-        f"would have found {POWER:.0%} of the time.",
+        f"Holm is corrected for the {len(found.compared)} comparisons here; p equiv. is that of two one-sided tests "
+        f"against the margin of {study.margin:g} nats, chosen before the runs; the smallest effect is what this "
+        f"many seeds would have found {POWER:.0%} of the time.",
         "",
         *table(COMPARISON_HEADINGS, (comparison_row(compared) for compared in found.compared)),
         "",

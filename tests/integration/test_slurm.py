@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -267,6 +268,11 @@ def test_the_array_runs_every_variant_with_every_seed(lab: Lab, config_file: Pat
         assert curves["coupled", seed][0][1] == curves["dense", seed][0][1]
         assert curves["coupled", seed] != curves["dense", seed]
     assert curves["dense", 0] != curves["dense", 1]
+    told = fastslow("ablate", config_file, *options, *keys)
+    assert "6 of 6 runs are finished already" in told
+    report = json.loads((runs / "report.json").read_text())
+    frozen = next(each for each in report["comparisons"] if each["variant"] == "frozen")
+    assert (frozen["differences"], frozen["verdict"]) == ([0.0, 0.0], "equivalent")
 
 
 def test_a_bad_node_is_named_before_training(lab: Lab, config_file: Path, data: Path, tmp_path: Path) -> None:
