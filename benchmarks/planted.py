@@ -1,6 +1,6 @@
 """The planted effect: dense, coupled and shuffled on a task that only the slow path can carry, over several seeds.
 
-    python benchmarks/planted.py --output runs/planted [--seeds 5]
+    python -m benchmarks.planted --output runs/planted [--seeds 5]
 
 Trains through `fastslow ablate configs/planted.yaml` and prints how often each run's likeliest token after a question
 mark is the document's letter, over the held-out questions that an earlier one answers. Chance is 1/8.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -215,9 +216,7 @@ def ablate(
     """
     import shlex
 
-    from rich.console import Console
-
-    from fastslow_scale.study.command import plan_study, run_study
+    from fastslow_scale.study.planning import plan_study
 
     study = plan_study(config, overrides or [], variants, arm or [], seeds, tokens, output, baseline, orders, lr_sweep)
     if arguments_of is not None:
@@ -226,6 +225,10 @@ def ablate(
             raise UserError(f"--arguments-of must be less than the study's {len(runs)} runs (got {arguments_of})")
         print("\n".join([runs[arguments_of].config_path, *runs[arguments_of].overrides]))
         return
+    from rich.console import Console
+
+    from fastslow_scale.study.command import run_study
+
     command = shlex.join(["fastslow", *sys.argv[1:]])
     if not run_study(study, jobs, nproc, Console(), command):
         print(f"stopped; the same command goes on from here (exit status {EXIT_START_AGAIN})", file=sys.stderr)
@@ -288,6 +291,9 @@ def diagnose(
 
 def main() -> None:
     """Run the command line."""
+    # Megatron and torch warn, whenever they are imported, about choices that are made on purpose.
+    warnings.filterwarnings("ignore", module="megatron")
+    warnings.filterwarnings("ignore", module="torch")
     sys.exit(exit_status(lambda: app(standalone_mode=False)))
 
 

@@ -12,7 +12,7 @@ from fastslow_scale.monitor.metrics import FILE_NAME, Record, RunSummary, read_m
 from fastslow_scale.study.arms import Arm, Size, size_of
 from fastslow_scale.study.execute import execute
 from fastslow_scale.study.measure import Measured, measure
-from fastslow_scale.study.runs import Run, Study, open_study
+from fastslow_scale.study.runs import Run, Study
 from fastslow_scale.study.statistics import Comparison, compare, holm, spread
 
 FIRST_STEPS = 2
@@ -106,10 +106,9 @@ def ablate(study: Study, jobs: int, nproc: int, console: Console) -> Ablation | 
     """Do what is left of a study's runs, measure them and compare the arms; None if a signal stopped it.
 
     Raises:
-        UserError: OUTPUT holds another study, or data, config or layout do not fit.
+        UserError: a run's folder holds another run, or its data no longer fits.
         RunError: a run failed.
     """
-    open_study(study)
     sweep: dict[str, dict[float, float]] = {}
     if study.sweep:
         if not execute(study.sweep_runs(), jobs, nproc, console):

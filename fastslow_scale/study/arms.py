@@ -14,8 +14,6 @@ from data_pipeline.errors import UserError
 from fastslow_scale.config import LEAK, Config
 from fastslow_scale.config_file import load_config
 from fastslow_scale.model.flops import count_flops
-from fastslow_scale.model.model import count_parameters
-from fastslow_scale.parallel.mesh import single_process_mesh
 
 MATCHED = {"dense_matched_params": "parameters", "dense_matched_flops": "FLOPs"}
 TRAINED = ("dense", "frozen", "frozen_slow", "coupled", "shuffled")
@@ -92,5 +90,8 @@ def matched_intermediate_size(coupled: Config, what: str) -> int:
 
 def size_of(config: Config) -> Size:
     """Parameters and training FLOPs of a token."""
+    from fastslow_scale.model.model import count_parameters  # seconds: most arms are refused or started without it
+    from fastslow_scale.parallel.mesh import single_process_mesh
+
     flops = count_flops(config).training / config.train.seq_length
     return Size(count_parameters(config, single_process_mesh()), flops)

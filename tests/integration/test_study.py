@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fastslow_scale.launch.signals import EXIT_START_AGAIN
 from fastslow_scale.monitor import read_metrics
-from tests.commands import fastslow, refused, running
+from tests.commands import REPOSITORY, environment, fastslow, refused, running
 from tests.integration.test_train import exact
 
 pytestmark = pytest.mark.integration
@@ -127,6 +129,19 @@ def test_a_failed_run_is_named_with_its_reason(config_file: Path, tmp_path: Path
     assert f"error: run {tmp_path}/study/dense/0 failed: " in last
     assert "holds a run without its config.yaml" in last
     assert not (tmp_path / "study" / "coupled" / "0" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_planted_effect_is_found_and_only_by_information(tmp_path: Path) -> None:
+    """The settings, and five seeds, are those of docs/results/planted.md; here two."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.planted", "--output", str(tmp_path), "--seeds", "2"],
+        capture_output=True, text=True, timeout=600, cwd=REPOSITORY, env=environment(), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    shares = {line.split()[0]: [float(s) for s in line.split()[1:]] for line in done.stdout.splitlines()[-3:]}
+    assert min(shares["coupled"]) > 0.9
+    assert max(shares["dense"] + shares["shuffled"]) < 0.25, "chance is 0.125"
 
 
 @pytest.mark.slow

@@ -197,14 +197,17 @@ def train_plainly(config: Config, steps: int) -> dict[str, Any]:
     model = build_model(config, build_mesh(1))
     groups = parameter_groups(model, config)
     optimizer = torch.optim.AdamW(groups, betas=config.optimizer.betas, fused=False)
-    trained = [p for group in groups for p in group["params"]]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    apart = [name.startswith("exchanges.") and config.optimizer.clip_slow_apart for name, _ in named]
+    parts = [[p for (_, p), slow in zip(named, apart, strict=True) if slow is part] for part in (False, True)]
     losses, norms = [], []
     for step in range(steps):
         inputs, labels = batch_of(config, step)
         loss = model(inputs, labels) / (labels != IGNORE).sum()
         loss.backward()
         losses.append(loss.item())
-        norms.append(torch.nn.utils.clip_grad_norm_(trained, config.optimizer.grad_clip).item())
+        own = [torch.nn.utils.clip_grad_norm_(part, config.optimizer.grad_clip).item() for part in parts if part]
+        norms.append(math.hypot(*own))
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fastslow_scale.config import Config
 from tests.configs import small_config
 from tests.parallel.layouts import Layout, compare_with_reference, train_plainly, train_through_engine
 from tests.ranks import run_ranks
@@ -73,3 +74,24 @@ def test_training_through_the_engine_equals_a_plain_loop(world_size: int) -> Non
             assert got["replicas_agree"], (rank, layout)
             for name, weight in got["weights"].items():
                 torch.testing.assert_close(weight, expected["weights"][name], atol=5e-6, rtol=0, msg=f"{layout} {name}")
+
+
+def test_gradients_of_the_slow_path_clipped_apart_equal_a_plain_loop() -> None:
+    tree = TRAINED.model_dump()
+    tree["slow"]["initializer_range"] = "fan_in"
+    tree["optimizer"] |= {"clip_slow_apart": True, "grad_clip": 0.03}
+    config = Config.model_validate(tree | {"parallel": {"zero_stage": 0}})
+    layouts = [Layout(tp, sp, 0, 4) for tp, sp in ((1, False), (2, False), (2, True))]
+    expected = train_plainly(config, STEPS)
+    for results in run_ranks(2, train_through_engine, [(config, layout) for layout in layouts], STEPS):
+        for layout, got in zip(layouts, results, strict=True):
+            assert got["losses"] == pytest.approx(expected["losses"], abs=5e-6, rel=0), layout
+            assert got["norms"] == pytest.approx(expected["norms"], rel=1e-6), layout
+            for name, weight in got["weights"].items():
+                torch.testing.assert_close(weight, expected["weights"][name], atol=5e-6, rtol=0, msg=f"{layout} {name}")
+    together = train_plainly(
+        Config.model_validate(config.model_dump() | {"optimizer": tree["optimizer"] | {"clip_slow_apart": False}}),
+        STEPS,
+    )
+    gate = "exchanges.0.gate"
+    assert (together["weights"][gate] - expected["weights"][gate]).abs().max() > 5e-5, "the two ways differ here"

@@ -1,0 +1,60 @@
+"""`fastslow ablate`'s options, checked before anything heavy is imported or written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_pipeline.errors import UserError
+from fastslow_scale.config_file import load_config
+from fastslow_scale.study.arms import choose_arms
+from fastslow_scale.study.runs import Study
+from fastslow_scale.train.batch import open_data
+
+
+def plan_study(
+    config_path: str,
+    overrides: Sequence[str],
+    variants: str,
+    own_arms: Sequence[str],
+    seeds: int,
+    tokens: int | None,
+    output: Path,
+    baseline: str | None,
+    orders: int,
+    lr_sweep: str,
+) -> Study:
+    """Check the options against each other, the config and its data. Raises `UserError`."""
+    given = [*overrides, *((f"train.total_tokens={tokens}", "train.max_steps=null") if tokens else ())]
+    for key in ("train.seed", "train.run_dir"):
+        if any(override.startswith(f"{key}=") for override in overrides):
+            raise UserError(f"{key} is the study's own to set: --seeds and --output decide it")
+    arms = choose_arms(config_path, given, [name.strip() for name in variants.split(",") if name.strip()], own_arms)
+    if not arms:
+        raise UserError("--variants names no variant, and there is no --arm")
+    names = [arm.name for arm in arms]
+    if baseline is not None and baseline not in names:
+        raise UserError(f"--baseline {baseline} is none of the arms {', '.join(names)}")
+    config = load_config(config_path, given)
+    open_data(config)
+    return Study(
+        config_path=config_path,
+        overrides=tuple(given),
+        arms=tuple(arms),
+        baseline=baseline or names[0],
+        seeds=seeds,
+        margin=config.study.margin_nats,
+        output=output,
+        orders=orders,
+        sweep=_rates(lr_sweep),
+    )
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        rates = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise UserError(f"--lr-sweep must be numbers with commas between them (got {text!r})") from None
+    if any(not rate > 0 for rate in rates) or len(set(rates)) < len(rates):
+        raise UserError(f"--lr-sweep must be different learning rates above 0 (got {text!r})")
+    return rates
