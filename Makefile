@@ -57,7 +57,7 @@ demo: $(READY) data/demo  ## train a small coupled model on real text on two ran
 	$(FASTSLOW) train configs/tiny.yaml --nproc 2
 	$(FASTSLOW) generate $(DEMO_RUN) --prompt "$(DEMO_PROMPT)"
 	@echo
-	@echo "The curves of this run:  $(VENV)/bin/tensorboard --logdir $(DEMO_RUN)/tb"
+	@echo "The curves of this run:  $(FASTSLOW) tensorboard $(DEMO_RUN)"
 
 lint: $(READY)  ## ruff (rules and layout) and mypy
 	$(VENV)/bin/ruff check .
@@ -76,7 +76,7 @@ test-all: $(READY)  ## the slow tests
 	@$(PY) -m pytest -m slow $(PYTEST_ARGS) || { code=$$?; [ $$code -eq 5 ] && echo "no slow tests"; }
 
 tensorboard: $(READY)  ## the curves of all runs under runs/, on localhost
-	$(VENV)/bin/tensorboard --logdir runs
+	$(FASTSLOW) tensorboard runs
 
 clean:  ## remove caches and build output; keeps .venv, data/ and runs/
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

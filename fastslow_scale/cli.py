@@ -103,6 +103,19 @@ def generate(
 
 
 @app.command()
+def tensorboard(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of such, as of a study.")
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 6006,
+) -> None:
+    """Open TensorBoard on this machine only; `CUSTOM SCALARS` is the page to look at first."""
+    from fastslow_scale.monitor.console import tensorboard_arguments
+
+    os.execv(sys.executable, [sys.executable, "-m", "tensorboard.main", *tensorboard_arguments(runs, port)])
+
+
+@app.command()
 def doctor(
     config: Annotated[
         str | None, typer.Argument(metavar="[CONFIG]", help="The run that is to start; none: only this machine.")

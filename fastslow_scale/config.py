@@ -240,6 +240,9 @@ class MonitorConfig(Section):
     log_every: int = Field(default=10, ge=1)
     tensorboard: bool = True
     ledger: bool = Field(default=False, description="show what the second step after a start moves between ranks")
+    profile_steps: list[int] = Field(
+        default=[], description="first and last step of a torch profiler trace, written to RUN/profile; empty: none"
+    )
 
 
 class ValidationConfig(Section):
@@ -383,6 +386,9 @@ def _broken_rules(config: Config) -> Iterable[tuple[str, Any, str]]:
             True,
             f"needs parallel.zero_stage = 0, not {parallel.zero_stage} (DeepSpeed's ZeRO clips by one norm of all)",
         )
+    profiled = config.monitor.profile_steps
+    if profiled and (len(profiled) != 2 or not 1 <= profiled[0] <= profiled[1]):
+        yield "monitor.profile_steps", profiled, "must be a first and a last step, such as [10, 12]"
     if model.variant == "shuffled" and train.micro_batch_size < 2:
         yield (
             "train.micro_batch_size",

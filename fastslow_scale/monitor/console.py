@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from data_pipeline.errors import UserError
 from fastslow_scale.monitor.metrics import RunSummary
 
 WIDTH = 100
@@ -84,6 +85,9 @@ def summary_lines(run_dir: Path | str, summary: RunSummary) -> list[str]:
             f"validation loss  {before:.4f} at step {first['step']}, {after:.4f} at step {last['step']}"
             f" ({after - before:+.4f})"
         )
+    best = summary.best_validation
+    if best and last and best["step"] != last["step"]:
+        lines.append(f"best validation  {best['validation_loss']:.4f} at step {best['step']}")
     for exchange, norm in enumerate(summary.gate_norms):
         text = f"gate             norm {norm:.4g} at exchange {exchange}"
         if exchange < len(summary.contributions):
@@ -97,12 +101,30 @@ def summary_lines(run_dir: Path | str, summary: RunSummary) -> list[str]:
 
 def tensorboard_command(run_dir: Path | str) -> str:
     """The command that shows this run's curves, as it works from the current folder."""
-    program = Path(sys.executable).parent / "tensorboard"
-    if not program.exists():
-        return f"tensorboard --logdir {shlex.quote(str(Path(run_dir) / 'tb'))}"
+    program = Path(sys.executable).parent / "fastslow"
     relative = os.path.relpath(program)
-    shown = str(program) if relative.startswith("..") else relative
-    return f"{shlex.quote(shown)} --logdir {shlex.quote(str(Path(run_dir) / 'tb'))}"
+    shown = "fastslow" if not program.exists() else str(program) if relative.startswith("..") else relative
+    return f"{shlex.quote(shown)} tensorboard {shlex.quote(str(run_dir))}"
+
+
+def tensorboard_arguments(runs: Sequence[Path], port: int) -> list[str]:
+    """What TensorBoard is started with: one run or a folder of them as it is, several by their names.
+
+    Raises:
+        UserError: a folder that is not there, or holds no events.
+    """
+    for run in runs:
+        if not run.is_dir():
+            raise UserError(f"run {run} does not exist")
+        if next(run.rglob("events.out.tfevents.*"), None) is None:
+            raise UserError(f"{run} holds nothing that TensorBoard could show")
+    if len(runs) == 1:
+        where = ["--logdir", str(runs[0])]
+    else:
+        if any(set(str(run)) & set(",:") for run in runs):
+            raise UserError("TensorBoard cannot tell run folders apart whose names hold a comma or a colon")
+        where = ["--logdir_spec", ",".join(f"{run}:{run}" for run in runs)]
+    return [*where, "--host", "localhost", "--port", str(port)]
 
 
 def _status(record: Mapping[str, Any], total_steps: int, room: int) -> str:

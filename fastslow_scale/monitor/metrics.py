@@ -104,6 +104,7 @@ class RunSummary:
     last_validation: Record | None
     gate_norms: list[float]
     contributions: list[float]
+    best_validation: Record | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -131,6 +132,7 @@ class RunSummary:
             training_seconds=seconds,
             first_validation=validations[0] if validations else None,
             last_validation=validations[-1] if validations else None,
+            best_validation=min(validations, key=lambda record: record["validation_loss"], default=None),
             gate_norms=list(last.get("gate_norm", [])),
             contributions=list(last.get("contribution", [])),
         )

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from fastslow_scale.config import Config
 from fastslow_scale.monitor.console import Console, summary_lines
 from fastslow_scale.monitor.metrics import FILE_NAME, MetricsLog, RunSummary
@@ -28,6 +30,9 @@ class NullMonitor:
 
     def log_event(self, record: Mapping[str, Any]) -> None:
         """Take a step that was out of the ordinary: `event`, `reason` and what there is to find out why."""
+
+    def log_inside(self, step: int, values: Mapping[str, torch.Tensor], loss_by_position: torch.Tensor) -> None:
+        """Take what is shown as histograms, and the loss at each position of the sequence, [T] in nats."""
 
     def message(self, text: str) -> None:
         """Show one line to whoever watches."""
@@ -57,7 +62,7 @@ class Monitor(NullMonitor):
         self._tensorboard: TensorBoardLog | None = None
         if config.monitor.tensorboard:
             self._tensorboard = TensorBoardLog(run_dir / "tb", start_step)
-            self._tensorboard.write_config(config.to_yaml())
+            self._tensorboard.describe(config)
         self._console = Console(start_step, total_steps)
 
     def log_step(self, record: Mapping[str, Any]) -> None:
@@ -71,6 +76,10 @@ class Monitor(NullMonitor):
         if self._tensorboard and is_new:
             self._tensorboard.write({"step": step, "validation_loss": loss})
         self._console.log_validation(step, loss)
+
+    def log_inside(self, step: int, values: Mapping[str, torch.Tensor], loss_by_position: torch.Tensor) -> None:
+        if self._tensorboard:
+            self._tensorboard.write_inside(step, values, loss_by_position)
 
     def lacks_validation(self, step: int) -> bool:
         return not self._metrics.has_validation(step)

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from fastslow_scale.config import Config
+from fastslow_scale.versions import versions
 
 TAGS = {
     "loss": "loss/train",
@@ -17,10 +25,30 @@ TAGS = {
     "tokens": "data/tokens",
     "tokens_per_second": "speed/tokens_per_second",
     "step_seconds": "speed/step_seconds",
+    "mfu": "speed/mfu",
     "data_seconds": "speed/data_seconds",
+    "forward_seconds": "speed/forward_seconds",
+    "backward_seconds": "speed/backward_seconds",
+    "communication_seconds": "speed/communication_seconds",
+    "optimizer_seconds": "speed/optimizer_seconds",
+    "other_seconds": "speed/other_seconds",
+    "memory_gb": "memory/peak_gb",
+    "skipped_steps": "optim/skipped_steps",
     "gate_norm": "coupling/gate_norm",
     "contribution": "coupling/contribution",
 }
+
+
+LAYOUT = {
+    "overview": {
+        "loss": ["Multiline", ["loss/train", "loss/validation"]],
+        "size of the gates": ["Multiline", ["coupling/gate_norm/.*"]],
+        "contribution of the slow path": ["Multiline", ["coupling/contribution/.*"]],
+        "tokens per second": ["Multiline", ["speed/tokens_per_second"]],
+        "seconds of a step, by part": ["Multiline", ["speed/(data|forward|backward|communication|optimizer|other)_.*"]],
+    }
+}
+"""The page of the CUSTOM SCALARS tab: what one looks at first."""
 
 
 class TensorBoardLog:
@@ -35,8 +63,27 @@ class TensorBoardLog:
         purge_step = start_step + 1 if start_step else 0
         self._writer = SummaryWriter(str(directory), purge_step=purge_step)
 
-    def write_config(self, config_yaml: str) -> None:
-        self._writer.add_text("config", textwrap.indent(config_yaml, "    "), global_step=self._start_step)
+    def describe(self, config: Config) -> None:
+        """What stays the same over the run: config and versions as text, the layout, the row of the HPARAMS tab."""
+        self._writer.add_text("config", textwrap.indent(config.to_yaml(), "    "), global_step=self._start_step)
+        self._writer.add_text("versions", "\n".join(f"    {line}" for line in versions()), self._start_step)
+        self._writer.add_custom_scalars(LAYOUT)
+        for summary in hparams(hyperparameters(config), {"loss/validation": 0.0}):
+            self._writer._get_file_writer().add_summary(summary)
+        self._writer.flush()
+
+    def write_inside(self, step: int, values: Mapping[str, torch.Tensor], loss_by_position: torch.Tensor) -> None:
+        """Histograms, and the loss at each position [T] as an image."""
+        for name, value in values.items():
+            self._writer.add_histogram(f"coupling/{name}", value, step)
+        figure = Figure(figsize=(6, 3.5), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(loss_by_position.numpy(), linewidth=0.8)
+        axes.set_xlabel("position in the sequence")
+        axes.set_ylabel("loss, nats")
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        self._writer.add_image("loss/by_position", np.asarray(canvas.buffer_rgba())[..., :3], step, dataformats="HWC")
         self._writer.flush()
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -56,3 +103,19 @@ class TensorBoardLog:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def hyperparameters(config: Config) -> dict[str, str | int | float]:
+    """What distinguishes one run of a study from another."""
+    return {
+        "variant": config.model.variant,
+        "seed": config.train.seed,
+        "lr": config.optimizer.lr,
+        "hidden_size": config.model.hidden_size,
+        "num_hidden_layers": config.model.num_hidden_layers,
+        "pool_size": config.slow.pool_size,
+        "slow_initializer_range": str(config.slow.initializer_range),
+        "gate_lr_multiplier": config.slow.gate_lr_multiplier,
+        "global_batch_size": config.train.global_batch_size,
+        "seq_length": config.train.seq_length,
+    }

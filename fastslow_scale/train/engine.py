@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from fastslow_scale.model.documents import Documents
 from fastslow_scale.parallel.mesh import DeepSpeedMpu, Mesh
 from fastslow_scale.parallel.sharing import sharded_dim
 from fastslow_scale.train.optimizer import build_optimizer
+from fastslow_scale.train.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,14 @@ class Engine:
     def __init__(self, model: nn.Module, config: Config, mesh: Mesh):
         deepspeed = import_deepspeed()
         self.mesh = mesh
+        self.timeline = Timeline(mesh.device)
         self.accumulation = config.gradient_accumulation_steps(mesh.dp_size)
         self.zero_stage = config.parallel.zero_stage
         self.grad_clip = config.optimizer.grad_clip
         self.clip_slow_apart = config.optimizer.clip_slow_apart
         model.to(mesh.device)
         self.optimizer = build_optimizer(model, config)
+        self._gather = deepspeed.zero.GatheredParameters
         # DeepSpeed prints its memory use here, on every rank, whatever its logger is told.
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -57,13 +61,18 @@ class Engine:
     def model(self) -> Any:
         return self.deepspeed.module
 
+    def gathered(self, params: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+        """While it is entered, these weights are whole on this rank, ZeRO-3 or not; a collective."""
+        return self._gather(list(params), enabled=self.zero_stage == 3)
+
     def set_learning_rate(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """The summed loss of one micro-batch, [B, T] and [B, T] -> scalar."""
-        return self.deepspeed(tokens, labels, documents)
+        with self.timeline.part("forward"):
+            return self.deepspeed(tokens, labels, documents)
 
     def backward(
         self, loss_sum: torch.Tensor, valid_tokens: torch.Tensor, discard: torch.Tensor | None = None
@@ -84,13 +93,15 @@ class Engine:
         scale = scale + 0 * loss_sum.detach()
         if discard is not None:
             scale = scale.where(~discard, math.nan)
-        self.deepspeed.backward(loss_sum * scale)
-        last = self.deepspeed.is_gradient_accumulation_boundary()
-        update = self._unpartitioned_norm_and_clip() if last and self.zero_stage == 0 else None
-        self.deepspeed.step()
-        if last and update is None:
-            skipped = bool(self.deepspeed.optimizer.overflow)
-            update = Update(math.inf if skipped else float(self.deepspeed.get_global_grad_norm()), not skipped)
+        with self.timeline.part("backward"):
+            self.deepspeed.backward(loss_sum * scale)
+        with self.timeline.part("optimizer"):
+            last = self.deepspeed.is_gradient_accumulation_boundary()
+            update = self._unpartitioned_norm_and_clip() if last and self.zero_stage == 0 else None
+            self.deepspeed.step()
+            if last and update is None:
+                skipped = bool(self.deepspeed.optimizer.overflow)
+                update = Update(math.inf if skipped else float(self.deepspeed.get_global_grad_norm()), not skipped)
         return update
 
     def _unpartitioned_norm_and_clip(self) -> Update:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,8 +18,11 @@ from data_pipeline.errors import UserError
 from fastslow_scale.config import Config
 from fastslow_scale.launch.signals import StopSignals
 from fastslow_scale.model.documents import Documents
+from fastslow_scale.model.loss import IGNORE
 from fastslow_scale.model.model import build_model
 from fastslow_scale.monitor import Monitor, NullMonitor
+from fastslow_scale.monitor.peak import Utilisation, memory
+from fastslow_scale.monitor.profiler import Profiler
 from fastslow_scale.parallel.ledger import Ledger
 from fastslow_scale.parallel.mesh import Mesh
 from fastslow_scale.parallel.sanity import check_declarations, check_training_state
@@ -101,15 +105,18 @@ class Trainer:
             monitor.log_validation(self.step, self.validate())
         start, batches = self.step, self.batches()
         clock = Clock(config.train.tokens_per_step)
+        utilisation = Utilisation(config, self.mesh.device, next(self.engine.model.parameters()).dtype)
+        profiler = Profiler(config, self.folder, self.mesh, monitor)
         while self.step < total:
             number = self.step + 1
             logged = number in (1, total) or due(number, config.monitor.log_every)
             checked = number == 1 or due(number, config.train.sanity_every)
-            with clock.waiting_for_data():
-                rows = next(batches)
-            with self.counting_traffic(number == start + 2, monitor):
-                result = self.train_step(rows, measure=logged or checked)
-                stop = agreed_signal(signals.received, self.mesh)
+            with self.engine.timeline.measuring(logged), profiler.step(number):
+                with clock.waiting_for_data(), self.engine.timeline.part("data"):
+                    rows = next(batches)
+                with self.counting_traffic(number == start + 2, monitor):
+                    result = self.train_step(rows, measure=logged or checked)
+                    stop = agreed_signal(signals.received, self.mesh)
             clock.count_step()
             if heartbeat is not None:
                 heartbeat.step = number
@@ -120,7 +127,10 @@ class Trainer:
                 skipped, lines = self.data_log.skipped()
                 for line in lines:
                     monitor.message(f"warning: replaced by another member: {line}")
-                monitor.log_step(self.record(result) | self.data_log.tokens(self.step) | skipped | clock.read())
+                speed = clock.read()
+                speed |= self.engine.timeline.split(speed["step_seconds"], speed["data_seconds"])
+                speed |= utilisation.of(speed["step_seconds"]) | memory(self.mesh.device)
+                monitor.log_step(self.record(result) | self.data_log.tokens(self.step) | skipped | speed)
             with clock.stopped():
                 if checked:
                     self.check_replicas()
@@ -133,6 +143,7 @@ class Trainer:
                     return
                 if number == total or due(number, config.validation.every):
                     monitor.log_validation(number, self.validate())
+                    self.show_inside(monitor)
 
     def train_step(self, rows: torch.Tensor, measure: bool = False) -> StepResult:
         """One optimizer step on this rank's rows of the global batch, [rows, T + 1]."""
@@ -222,6 +233,21 @@ class Trainer:
             loss += self.engine.model(tokens, targets.to(self.mesh.device), self.documents(tokens))
         dist.all_reduce(loss, group=self.mesh.dp_group)
         return (loss / count_valid(labels, self.mesh)).item()
+
+    @torch.no_grad()
+    def show_inside(self, monitor: NullMonitor) -> None:
+        """Gates, slow states and the loss by position of a few validation sequences, as pictures; a collective."""
+        model, size = self.engine.model, self.config.train.micro_batch_size
+        rows = validation_rows(self.validation_data, size * self.mesh.dp_size, self.mesh)
+        inputs, labels = (t.to(self.mesh.device) for t in inputs_and_labels(rows, self.validation_data.pad_id))
+        gates = [exchange.gate for exchange in model.exchanges]
+        with self.engine.gathered([*gates, model.lm_head.weight]):
+            losses = model.token_losses(inputs, labels, self.documents(inputs)).float()
+            values = {f"gate/{k}": gate.detach().float().cpu() for k, gate in enumerate(gates)}
+        values |= {
+            f"slow_state/{k}": e.state.float().cpu() for k, e in enumerate(model.exchanges) if e.state is not None
+        }
+        monitor.log_inside(self.step, values, losses.masked_fill(labels == IGNORE, math.nan).nanmean(dim=0).cpu())
 
     def documents(self, tokens: torch.Tensor) -> Documents | None:
         """What keeps the documents of rows [B, T] apart, where the config wants that."""

@@ -39,7 +39,7 @@ def test_the_demo_learns_more_than_which_tokens_are_frequent(demo: Path, tmp_pat
     entropy = unigram_entropy(TokenDataset.open(demo, split="train"))
     assert losses[0] == pytest.approx(np.log(2048), abs=0.1)
     assert losses[-1] < entropy
-    assert "tensorboard --logdir" in output
+    assert "fastslow tensorboard" in output
     said = fastslow("generate", run, "--prompt", "In the beginning", "--max-tokens", 20)
     assert said.startswith("In the beginning")
     assert len(said) > len("In the beginning") + 10

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2
 
 from data_pipeline.batches import step_batches
 from data_pipeline.stream import TokenDataset
@@ -50,13 +55,55 @@ def test_the_run_folder_holds_what_is_promised(uninterrupted: tuple[Path, str]) 
     records = [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
     assert [record["step"] for record in records] == list(range(1, 13))
     expected = {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "data_seconds"}
+    parts = {f"{part}_seconds" for part in ("forward", "backward", "communication", "optimizer", "other")}
+    expected |= parts | {"mfu", "memory_gb"}
     assert set(records[0]) == expected | {"gate_norm", "contribution", "skipped_steps"}
+    for record in records:
+        assert sum(record[part] for part in parts) + record["data_seconds"] == pytest.approx(record["step_seconds"])
+        assert 0 < record["mfu"] < 1
+        assert min(record[part] for part in parts) > 0
     assert records[-1]["tokens"] == 12 * 8 * 18
     assert records[0]["gate_norm"] == [0.0, 0.0]
     assert min(records[-1]["gate_norm"]) > 0
     assert records[-1]["loss"] < records[0]["loss"]
     assert "validation loss" in output
     assert "tensorboard" in output
+
+
+def test_tensorboard_has_every_kind_of_page(uninterrupted: tuple[Path, str]) -> None:
+    run = uninterrupted[0]
+    events = EventAccumulator(str(run / "tb"), {"images": 0}).Reload()
+    tags = events.Tags()
+    assert {"loss/train", "loss/validation", "optim/lr", "speed/mfu", "memory/peak_gb", "coupling/gate_norm/1"} <= set(
+        tags["scalars"]
+    )
+    assert {tag.split("/")[0] for tag in tags["scalars"]} <= {"loss", "optim", "speed", "memory", "data", "coupling"}
+    assert {"coupling/gate/0", "coupling/slow_state/1"} <= set(tags["histograms"])
+    assert [image.step for image in events.Images("loss/by_position")] == [6, 12]
+    assert {"config/text_summary", "versions/text_summary", "custom_scalars__config__"} <= set(tags["tensors"])
+    layout = layout_pb2.Layout.FromString(
+        events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    )  # fmt: skip
+    shown = [tag for chart in layout.category[0].chart for tag in chart.multiline.tag]
+    for pattern in shown:
+        assert any(re.fullmatch(pattern, tag) for tag in tags["scalars"]), pattern
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    hparams = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert hparams["variant"].string_value == "coupled"
+
+
+def test_a_profile_of_two_steps(config_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    printed = fastslow(
+        "train", config_file, f"train.run_dir={run}", "train.max_steps=4", "monitor.profile_steps=[2,3]"
+    )  # fmt: skip
+    trace = json.loads((run / "profile" / "rank_0.pt.trace.json").read_text())
+    names = [event.get("name", "") for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+    assert sorted(name for name in names if name.startswith("step ")) == ["step 2", "step 3"]
+    (start,) = (n for n, line in enumerate(printed.splitlines()) if line.startswith("profile of steps 2 to 3: "))
+    operators = printed.splitlines()[start + 1 : start + 11]
+    assert any(re.fullmatch(r" +\d+\.\d% +\d+x  aten::mm", line) for line in operators), operators
+    assert "must be a first and a last step" in refused("train", config_file, "monitor.profile_steps=[3]")
 
 
 def test_nothing_was_compiled_at_start_up(uninterrupted: tuple[Path, str]) -> None:

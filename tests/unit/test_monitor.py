@@ -19,7 +19,7 @@ from data_pipeline.errors import UserError
 from fastslow_scale.config import Config
 from fastslow_scale.config_file import load_config
 from fastslow_scale.monitor import Monitor, NullMonitor, print_summary, read_metrics
-from fastslow_scale.monitor.console import WIDTH, Console
+from fastslow_scale.monitor.console import WIDTH, Console, tensorboard_arguments
 from fastslow_scale.monitor.metrics import MetricsLog, RunSummary
 
 pytestmark = pytest.mark.unit
@@ -311,9 +311,35 @@ def test_the_summary_names_everything_a_user_asks_for(
     assert "7.5000 at step 0, 4.2500 at step 10 (-3.2500)" in lines[2]
     assert "norm 0.5 at exchange 0, contribution 0.25" in lines[3]
     assert lines[4].endswith(f" {tmp_path}")
-    assert f"tensorboard --logdir {tmp_path}/tb" in lines[5]
+    assert lines[5].endswith(f"fastslow tensorboard {tmp_path}")
     print_summary(tmp_path)
     assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_the_best_validation_is_named_where_it_is_not_the_last(
+    tmp_path: Path, config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Monitor(tmp_path, config, start_step=0, total_steps=30) as monitor:
+        for step, loss in ((0, 7.5), (10, 4.0), (20, 3.5), (30, 3.75)):
+            monitor.log_validation(step, loss)
+        monitor.log_step(step_record(30))
+        monitor.summary()
+    assert "best validation  3.5000 at step 20" in capsys.readouterr().out
+
+
+def test_what_tensorboard_is_started_with(tmp_path: Path, config: Config) -> None:
+    runs = [tmp_path / name for name in ("a", "b", "b:c", "empty")]
+    for run in runs[:3]:
+        with Monitor(run, config, start_step=0, total_steps=1):
+            pass
+    runs[3].mkdir()
+    assert tensorboard_arguments(runs[:1], 0) == ["--logdir", str(runs[0]), "--host", "localhost", "--port", "0"]
+    assert tensorboard_arguments(runs[:2], 1)[:2] == ["--logdir_spec", f"{runs[0]}:{runs[0]},{runs[1]}:{runs[1]}"]
+    for wrong, words in (
+        (tmp_path / "no", "does not exist"), (runs[3], "holds nothing that TensorBoard"), (runs[2], "colon")
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            tensorboard_arguments([runs[0], wrong], 0)
 
 
 def test_a_run_without_a_step_has_a_summary_too(tmp_path: Path, config: Config) -> None:
