@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -72,10 +73,15 @@ class Timeline:
 
     @contextlib.contextmanager
     def _waits_timed(self) -> Iterator[None]:
-        """Every synchronous collective, whoever calls it, ends in `Work.wait`."""
-        wait, timeline = Work.wait, self
+        """Every synchronous collective of the step, whoever calls it, ends in `Work.wait`."""
+        wait, timeline, own = Work.wait, self, threading.get_ident()
 
         def timed(work: Work, *args: Any, **kwargs: Any) -> Any:
+            # On GPUs the backward runs in a thread of its own, which this one waits for. Other threads, such as that
+            # which writes a checkpoint, are not part of the step.
+            in_backward = torch._C._current_graph_task_id() != -1
+            if threading.get_ident() != own and not in_backward:
+                return wait(work, *args, **kwargs)
             with timeline.part("communication"):
                 return wait(work, *args, **kwargs)
 
