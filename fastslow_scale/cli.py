@@ -102,6 +102,48 @@ def generate(
         print("\n\n".join(start + rest for start, rest in zip(prompt, grown, strict=True)))
 
 
+@app.command("eval")
+def evaluate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder or one of its checkpoints.")],
+    more: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE]...", help="Further files for --text: an unquoted glob.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Another data folder, or its URL; its validation split is read.")
+    ] = None,
+    text: Annotated[
+        list[str] | None, typer.Option(metavar="FILE...", help="Text files, each read whole as one document.")
+    ] = None,
+    sequences: Annotated[
+        int | None,
+        typer.Option(min=1, help="The first so many of a data folder. Default: the run's validation.max_sequences."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Where the numbers go, too.")] = None,
+) -> None:
+    """Measure loss, perplexity and bits per byte on held-out text, by source and by position.
+
+    Without --data and --text: on the validation split of the run's own data. docs/evaluation.md says what is counted.
+    """
+    from fastslow_scale.inference import evaluate_report as report
+    from fastslow_scale.inference.evaluate import evaluate
+    from fastslow_scale.inference.evaluation_data import rows_for
+    from fastslow_scale.inference.load import load_model
+
+    if more and not text:
+        raise UserError(f"{more[0]}: text files are named with --text")
+    if output is not None:
+        report.refuse_output(output)
+    loaded = load_model(run)
+    for note in loaded.notes:
+        print(note, file=sys.stderr)
+    rows = rows_for(loaded, data, [*(text or []), *(more or [])], sequences)
+    with report.progress(len(rows.source)) as on_score:
+        found = evaluate(loaded, rows, on_score)
+    print("\n".join(report.lines(found)))
+    if output is not None:
+        report.write(found, output)
+
+
 @app.command()
 def doctor(
     config: Annotated[
