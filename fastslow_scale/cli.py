@@ -83,7 +83,15 @@ def generate(
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that make up this share.")
     ] = 0.95,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from so many of the likeliest tokens.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The same seed gives the same text.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeatable.")] = None,
+    beyond_context: Annotated[
+        bool, typer.Option("--beyond-context", help="Go on past the context that the model was trained with.")
+    ] = False,
+    show_stats: Annotated[
+        bool, typer.Option("--stats", help="Print the time of a token and the slow path's share of it, to stderr.")
+    ] = False,
 ) -> None:
     """Sample text from a trained model, on one process whatever layout it was trained with."""
     from fastslow_scale.inference import generate as text
@@ -92,7 +100,8 @@ def generate(
     loaded = load_model(run)
     for note in loaded.notes:
         print(note, file=sys.stderr)
-    steps = text.generate(loaded, prompt, max_tokens, text.Sampling(temperature, top_p, seed))
+    sampling, stats = text.Sampling(temperature, top_p, seed, top_k), text.Stats.of(loaded.model)
+    steps = text.generate(loaded, prompt, max_tokens, sampling, stop or [], beyond_context, stats)
     if len(prompt) == 1:
         for count, (piece,) in enumerate(steps):
             print(piece if count else prompt[0] + piece, end="", flush=True)
@@ -100,6 +109,8 @@ def generate(
     else:
         grown = ["".join(pieces) for pieces in zip(*steps, strict=True)]
         print("\n\n".join(start + rest for start, rest in zip(prompt, grown, strict=True)))
+    if show_stats:
+        print("\n".join(stats.lines(len(prompt))), file=sys.stderr)
 
 
 @app.command("eval")
