@@ -310,6 +310,16 @@ def test_progress_is_lines_where_there_is_no_terminal(
     assert capsys.readouterr().err == "4 of 8 sequences: loss 1.5000\n8 of 8 sequences: loss 1.5000\n"
 
 
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes what the test captures for a terminal
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with evaluate_report.progress(8) as on_score:
+        on_score(Score(torch.tensor([3.0]), torch.tensor([2]), 5, 8))
+    told = capsys.readouterr()
+    assert "8/8 loss 1.5000" in told.err and told.out == ""
+
+
 def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
     score = Score(torch.tensor([9000.0, 0.0], dtype=torch.float64), torch.tensor([1, 0]), 0, 1)
     evaluate_report.write(Evaluation(tmp_path, "somewhere", 2, {"x": score}), tmp_path / "found.json")

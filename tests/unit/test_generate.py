@@ -216,6 +216,8 @@ def test_a_row_ends_before_its_stop_string_and_the_others_go_on(trained: Trained
     assert len(stop) > 2 and all(stop not in text for text in (texts[0], texts[2]))
     stopped = rows_of(loaded, prompts, warm, stops=["never", stop])
     assert ["".join(row) for row in stopped] == [texts[0], texts[1][: texts[1].index(stop)], texts[2]]
+    late = rows_of(loaded, prompts[:1], warm, stops=[texts[0] + "x"])
+    assert late == [[*[""] * (len(late[0]) - 1), texts[0]]], "all of it may begin the stop string, up to the end"
     assert rows_of(loaded, prompts[:1], warm, stops=[endless[0][0][:1]])[0] == ["", ""], "no further step was computed"
 
 
