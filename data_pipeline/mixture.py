@@ -171,6 +171,10 @@ class Mixture:
         ids = np.array([int(position[0]) for _, position in places], dtype=np.int64)
         return torch.from_numpy(_gather(self.datasets, sources, ids).astype(np.int64))
 
+    def sources_of_rows(self, count: int) -> Int64s:
+        """The source, by its number, of each of the first `count` rows of `rows`."""
+        return self._fixed(0, count)[0]
+
     def take_skipped(self) -> list[str]:
         """See `TokenDataset.take_skipped`."""
         return [line for dataset in self.datasets for line in dataset.take_skipped()]

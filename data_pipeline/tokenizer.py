@@ -113,6 +113,20 @@ class Tokenizer:
         """The text of some ids; control ids (eos, pad) have none, broken byte sequences become U+FFFD."""
         return self._processor.decode([int(piece_id) for piece_id in ids])
 
+    def piece_sizes(self) -> npt.NDArray[np.int64]:
+        """UTF-8 bytes of text that each id stands for, [vocab_size]; control ids (eos, pad) stand for none.
+
+        The sizes of the ids of a text add up to the text's, wherever its ids are cut apart.
+        """
+        return np.array([self._piece_size(piece_id) for piece_id in range(self.vocab_size)], dtype=np.int64)
+
+    def _piece_size(self, piece_id: int) -> int:
+        if self._processor.is_control(piece_id) or self._processor.is_unknown(piece_id):
+            return 0
+        if self._processor.is_byte(piece_id):
+            return 1
+        return len(self._processor.id_to_piece(piece_id).replace(_WORD_MARK, " ").encode())
+
 
 def sample_texts(texts: Iterable[str], count: int) -> list[str]:
     """`count` of the texts, or all if there are fewer: those whose hashes are the smallest, in the order of the hashes.

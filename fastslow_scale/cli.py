@@ -83,7 +83,15 @@ def generate(
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that make up this share.")
     ] = 0.95,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from so many of the likeliest tokens.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The same seed gives the same text.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeatable.")] = None,
+    beyond_context: Annotated[
+        bool, typer.Option("--beyond-context", help="Go on past the context that the model was trained with.")
+    ] = False,
+    show_stats: Annotated[
+        bool, typer.Option("--stats", help="Print the time of a token and the slow path's share of it, to stderr.")
+    ] = False,
 ) -> None:
     """Sample text from a trained model, on one process whatever layout it was trained with."""
     from fastslow_scale.inference import generate as text
@@ -92,7 +100,8 @@ def generate(
     loaded = load_model(run)
     for note in loaded.notes:
         print(note, file=sys.stderr)
-    steps = text.generate(loaded, prompt, max_tokens, text.Sampling(temperature, top_p, seed))
+    sampling, stats = text.Sampling(temperature, top_p, seed, top_k), text.Stats.of(loaded.model)
+    steps = text.generate(loaded, prompt, max_tokens, sampling, stop or [], beyond_context, stats)
     if len(prompt) == 1:
         for count, (piece,) in enumerate(steps):
             print(piece if count else prompt[0] + piece, end="", flush=True)
@@ -100,6 +109,50 @@ def generate(
     else:
         grown = ["".join(pieces) for pieces in zip(*steps, strict=True)]
         print("\n\n".join(start + rest for start, rest in zip(prompt, grown, strict=True)))
+    if show_stats:
+        print("\n".join(stats.lines(len(prompt))), file=sys.stderr)
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder or one of its checkpoints.")],
+    more: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE]...", help="Further files for --text: an unquoted glob.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Another data folder, or its URL; its validation split is read.")
+    ] = None,
+    text: Annotated[
+        list[str] | None, typer.Option(metavar="FILE...", help="Text files, each read whole as one document.")
+    ] = None,
+    sequences: Annotated[
+        int | None,
+        typer.Option(min=1, help="The first so many of a data folder. Default: the run's validation.max_sequences."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Where the numbers go, too.")] = None,
+) -> None:
+    """Measure loss, perplexity and bits per byte on held-out text, by source and by position.
+
+    Without --data and --text: on the validation split of the run's own data. docs/evaluation.md says what is counted.
+    """
+    from fastslow_scale.inference import evaluate_report as report
+    from fastslow_scale.inference.evaluate import evaluate
+    from fastslow_scale.inference.evaluation_data import rows_for
+    from fastslow_scale.inference.load import load_model
+
+    if more and not text:
+        raise UserError(f"{more[0]}: text files are named with --text")
+    if output is not None:
+        report.refuse_output(output)
+    loaded = load_model(run)
+    for note in loaded.notes:
+        print(note, file=sys.stderr)
+    rows = rows_for(loaded, data, [*(text or []), *(more or [])], sequences)
+    with report.progress(len(rows.source)) as on_score:
+        found = evaluate(loaded, rows, on_score)
+    print("\n".join(report.lines(found)))
+    if output is not None:
+        report.write(found, output)
 
 
 @app.command()

@@ -10,6 +10,7 @@ after that each row goes on at its own position.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -24,6 +25,7 @@ from fastslow_scale.model.model import FastSlowModel
 from fastslow_scale.parallel.collectives import pool, spread
 
 Exchanged = tuple[torch.Tensor, torch.Tensor | None]
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -154,11 +156,20 @@ class Decoder:
         model: of one process, without sequence parallelism.
         batch: B.
         capacity: the most tokens that a text will have, prompt included.
+        clock: measures the exchanges.
+
+    Attributes:
+        lengths: tokens of each text so far.
+        slow_steps: how many calls of `step` ran the slow path.
+        exchange_seconds: what all exchanges took, prompts included, by `clock`.
     """
 
-    def __init__(self, model: FastSlowModel, batch: int, capacity: int):
+    def __init__(self, model: FastSlowModel, batch: int, capacity: int, clock: Clock = time.perf_counter):
         self.model = model
         self.lengths = [0] * batch
+        self.slow_steps = 0
+        self.exchange_seconds = 0.0
+        self._clock = clock
         self._fast = [Cache(cast(Layer, layer).self_attn, batch, capacity) for layer in model.layers]
         self._slow = [ExchangeState(cast(Exchange, e), batch, capacity) for e in model.exchanges]
         like, theta = model.norm.weight, model.config.model.rope_theta
@@ -195,6 +206,7 @@ class Decoder:
         new = Next.of(dict(enumerate(self.lengths)), device)
         self.lengths = [length + 1 for length in self.lengths]
         ending = self._ending_blocks(device)
+        self.slow_steps += ending is not None
         hidden = self._run(
             torch.tensor(tokens, device=device).unsqueeze(1),
             new.angles(self._rope),
@@ -217,7 +229,9 @@ class Decoder:
         for number, (layer, cache) in enumerate(zip(model.layers, self._fast, strict=True), start=1):
             x = layer(x, rope, attend(cache))
             if number in model.exchange_at:
+                before = self._clock()
                 x, y = exchange(self._slow[model.exchange_at[number]], x, y)
+                self.exchange_seconds += self._clock() - before
         return model.norm(x)
 
     def _ending_blocks(self, device: torch.device) -> Next | None:

@@ -9,14 +9,14 @@ from data_pipeline.errors import UserError
 from data_pipeline.folder import CacheSettings
 from data_pipeline.mixture import Data, Mixture, sources_of
 from data_pipeline.stream import TokenDataset
-from fastslow_scale.config import Config
+from fastslow_scale.config import Config, DataConfig
 from fastslow_scale.model.loss import IGNORE
 from fastslow_scale.parallel.mesh import Mesh
 
 
 def open_data(config: Config) -> tuple[Data, Data]:
     """The train and the validation split, checked against the config."""
-    train, validation = (_open_split(config, split) for split in ("train", "validation"))
+    train, validation = (open_split(config.data, split) for split in ("train", "validation"))
     if train.seq_length != config.train.seq_length:
         raise UserError(
             f"train.seq_length is {config.train.seq_length} but {train.location} was sharded with {train.seq_length}"
@@ -29,8 +29,8 @@ def open_data(config: Config) -> tuple[Data, Data]:
     return train, validation
 
 
-def _open_split(config: Config, split: str) -> Data:
-    data = config.data
+def open_split(data: DataConfig, split: str) -> Data:
+    """One split of the folder or of the mixture that `data` names. Raises `UserError`: it cannot be read."""
     cache = CacheSettings(data.cache_dir, data.cache_gb)
     if data.sources:
         sources = sources_of((source.path, source.weight, source.name) for source in data.sources)

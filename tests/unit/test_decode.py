@@ -92,6 +92,16 @@ def test_every_length_of_prompt(mesh: Mesh) -> None:
         torch.testing.assert_close(decoded(model, text, prompt), expected[prompt - 1 :], rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["base", "window", "window of a block and one"])
+def test_beyond_the_trained_context_decoding_still_equals_the_full_forward(name: str, mesh: Mesh) -> None:
+    config = SHAPES[name]
+    model, context = lively_model(config, mesh), config.train.seq_length
+    text = text_of(config, 3 * context + 1)
+    expected = full_forward(model, text)
+    for prompt in (1, context - 1, context, context + 1, 2 * context + 3):
+        torch.testing.assert_close(decoded(model, text, prompt), expected[prompt - 1 :], rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("name", ["base", "window", "two slow layers"])
 def test_decoding_equals_the_reference(name: str, mesh: Mesh) -> None:
     config = SHAPES[name]
@@ -195,6 +205,32 @@ def test_the_distribution_is_the_computed_one(temperature: float, top_p: float) 
     assert rows[1] == pytest.approx(expected[::-1], rel=1e-3)  # the shift costs fp32 digits
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 4, 7, 100])
+@pytest.mark.parametrize("top_p", [0.0, 0.6, 0.8, 1.0])
+def test_the_distribution_of_the_likeliest_few(top_k: int, top_p: float) -> None:
+    shares = softmax(LOGITS, 0.8)
+    kept = sorted(range(len(LOGITS)), key=lambda token: -LOGITS[token])[:top_k]
+    mass = sum(shares[token] for token in kept)
+    expected = nucleus([share / mass if token in kept else 0.0 for token, share in enumerate(shares)], top_p)
+    both = distribution(torch.tensor([LOGITS, LOGITS[::-1]], dtype=torch.float64), 0.8, top_p, top_k)
+    for row, wanted in zip(both, (expected, expected[::-1]), strict=True):
+        assert (row / row.sum()).tolist() == pytest.approx([each / sum(expected) for each in wanted], rel=1e-12)
+
+
+def test_of_equal_tokens_no_more_than_k_are_kept() -> None:
+    assert distribution(torch.zeros(1, 5), 1.0, 1.0, 2).tolist() == [[0.2, 0.2, 0, 0, 0]]
+
+
+def test_tokens_are_drawn_from_the_likeliest_few_as_often_as_the_distribution_says() -> None:
+    draws, stream = 20_000, torch.Generator().manual_seed(0)
+    sampling = Sampling(temperature=0.8, top_p=1.0, top_k=3)
+    tokens = choose(torch.tensor([LOGITS]).expand(draws, -1), sampling, [stream] * draws)
+    shares = [share if token in (2, 5, 3) else 0.0 for token, share in enumerate(softmax(LOGITS, 0.8))]
+    for token, share in enumerate(shares):
+        share /= sum(shares)
+        assert abs(tokens.count(token) / draws - share) <= 4 * math.sqrt(share * (1 - share) / draws), token
+
+
 @pytest.mark.parametrize("top_p", [0.6, 1.0])
 def test_tokens_are_drawn_as_often_as_the_distribution_says(top_p: float) -> None:
     draws = 20_000
@@ -213,6 +249,8 @@ def test_temperature_zero_and_an_empty_nucleus_take_the_likeliest() -> None:
     assert choose(logits, Sampling(temperature=0), streams) == [2, 4]
     assert choose(logits, Sampling(temperature=5, top_p=0), streams) == [2, 4]
     assert choose(logits, Sampling(temperature=1e-300), streams) == [2, 4]
+    for _ in range(50):
+        assert choose(logits, Sampling(temperature=5, top_p=1, top_k=1), streams) == [2, 4]
 
 
 def ids_of(model: FastSlowModel, prompts: list[list[int]], eos_id: int, sampling: Sampling) -> list[list[int]]:

@@ -8,6 +8,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from data_pipeline.stream import TokenDataset
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer, train_tokenizer
 from fastslow_scale import cli
 from fastslow_scale.config import Config
-from fastslow_scale.inference.generate import Sampling, TextStream, generate, generate_ids
-from fastslow_scale.inference.load import load_model
+from fastslow_scale.inference.generate import Sampling, Stats, TextStream, generate, generate_ids
+from fastslow_scale.inference.load import Loaded, load_model
+from fastslow_scale.inference.stop import StopFilter
 from fastslow_scale.launch import ending
 from fastslow_scale.model.model import build_model
 from fastslow_scale.parallel.mesh import single_process_mesh
@@ -158,15 +160,130 @@ def test_broken_bytes_are_held_back_no_longer_than_they_can_become_a_character(t
     assert streamed(tokenizer, [stray, *smile]) == ["", "", "", "\ufffd", "\U0001f600", ""]
 
 
+def filtered(stops: list[str], pieces: list[str]) -> tuple[list[str], bool]:
+    until_stop = StopFilter(stops)
+    return [*(until_stop.add(piece) for piece in pieces), until_stop.finish()], until_stop.stopped
+
+
+def test_what_may_begin_a_stop_string_waits_and_nothing_else_does() -> None:
+    assert filtered(["stop"], ["a s", "to", "ne st", "op!", "more"]) == (["a ", "", "stone ", "", "", ""], True)
+    assert filtered(["stop"], ["a sto"]) == (["a ", "sto"], False)
+    assert filtered(["aab"], ["aa", "a", "a", "b"]) == (["", "a", "a", "", ""], True)
+    assert filtered(["\n\n", "\nQ:"], ["x\n", "Q", "\n", "Q:"]) == (["x", "", "\nQ", "", ""], True)
+    assert filtered(["abcd", "c"], ["ab", "cd"]) == filtered(["abcd", "c"], ["ab", "c"]) == (["", "ab", ""], True)
+    assert filtered([], ["a", "b"]) == (["a", "b", ""], False)
+    with pytest.raises(UserError, match="--stop must not be empty"):
+        StopFilter(["x", ""])
+
+
+def before_the_first_stop(text: str, stops: list[str]) -> str:
+    """By trying each length: the first at which some stop string is complete."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(map(len, complete))]
+    return text
+
+
+def test_a_stop_string_ends_the_text_wherever_it_is_cut() -> None:
+    rng = random.Random(2)
+    for _ in range(3000):
+        text = "".join(rng.choices("ab ", k=rng.randint(0, 12)))
+        stops = ["".join(rng.choices("ab ", k=rng.randint(1, 4))) for _ in range(rng.randint(0, 3))]
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 6)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        given, stopped = filtered(stops, pieces)
+        expected = before_the_first_stop(text, stops)
+        assert "".join(given) == expected, (stops, pieces)
+        assert stopped == any(stop in text for stop in stops)
+        held_back = len(expected) - len("".join(given[:-1]))
+        assert held_back < max(map(len, stops), default=1), "no more than may begin a stop string waits"
+
+
+def rows_of(loaded: Loaded, prompts: list[str], sampling: Sampling, **options: Any) -> list[list[str]]:
+    """What each row grew by, step by step."""
+    return [list(row) for row in zip(*generate(loaded, prompts, 20, sampling, **options), strict=True)]
+
+
+def test_a_row_ends_before_its_stop_string_and_the_others_go_on(trained: Trained) -> None:
+    loaded = load_model(trained.folder)
+    prompts, warm = ["grief 中文", "u", ""], Sampling(temperature=2.0, top_p=1.0, seed=1)
+    endless = rows_of(loaded, prompts, warm)
+    texts = ["".join(row) for row in endless]
+    # From the middle of a step's text to the middle of another's: a stop string that straddles tokens.
+    ends = [sum(map(len, endless[1][:n])) for n in (4, 9)]
+    stop = texts[1][ends[0] - 1 : ends[1] - 1]
+    assert len(stop) > 2 and all(stop not in text for text in (texts[0], texts[2]))
+    stopped = rows_of(loaded, prompts, warm, stops=["never", stop])
+    assert ["".join(row) for row in stopped] == [texts[0], texts[1][: texts[1].index(stop)], texts[2]]
+    late = rows_of(loaded, prompts[:1], warm, stops=[texts[0] + "x"])
+    assert late == [[*[""] * (len(late[0]) - 1), texts[0]]], "all of it may begin the stop string, up to the end"
+    assert rows_of(loaded, prompts[:1], warm, stops=[endless[0][0][:1]])[0] == ["", ""], "no further step was computed"
+
+
+def test_the_likeliest_one_of_one_is_greedy(trained: Trained) -> None:
+    loaded, prompts = load_model(trained.folder), ["grief", "moss lamp"]
+    greedy = rows_of(loaded, prompts, GREEDY)
+    assert rows_of(loaded, prompts, Sampling(temperature=3.0, top_p=1.0, top_k=1)) == greedy
+    assert rows_of(loaded, prompts, Sampling(temperature=3.0, top_p=1.0, top_k=300)) != greedy
+
+
 def test_the_context_is_used_to_its_end_and_not_beyond(trained: Trained) -> None:
     loaded = load_model(trained.folder)
     prompt = "grief"
     room = SEQ_LENGTH - len(loaded.tokenizer.encode(prompt))
     list(generate(loaded, [prompt], room, GREEDY))
-    with pytest.raises(UserError, match=rf"--max-tokens {room + 1} exceed .*train.seq_length = 40.* at most {room}$"):
+    with pytest.raises(
+        UserError, match=rf"--max-tokens {room + 1} exceed .*= 40\): ask for at most {room}, or give --beyond-context$"
+    ):
         list(generate(loaded, [prompt], room + 1, GREEDY))
-    with pytest.raises(UserError, match=r"the prompt has \d+ tokens; the trained context \(train.seq_length\) is 40$"):
+    with pytest.raises(
+        UserError,
+        match=r"the prompt has \d+ tokens; the trained context \(train.seq_length\) is 40: .*--beyond-context$",
+    ):
         list(generate(loaded, [prompt, "x" * 400], 1, GREEDY))
+
+
+def test_beyond_the_context_the_tokens_are_those_of_the_full_forward(trained: Trained) -> None:
+    loaded = load_model(trained.folder)
+    loaded.model.double()
+    for prompt in ("grief", "x" * (2 * SEQ_LENGTH)):
+        ids = loaded.tokenizer.encode(prompt)
+        assert len(ids) + 50 > SEQ_LENGTH
+        pieces = [piece for (piece,) in generate(loaded, [prompt], 50, GREEDY, beyond_context=True)]
+        for _ in range(50):
+            with torch.no_grad():
+                ids.append(int(loaded.model.logits(torch.tensor([ids]))[0, -1].argmax()))
+        assert loaded.tokenizer.eos_id not in ids
+        assert "".join(pieces) == loaded.tokenizer.decode(ids[-50:])
+
+
+def test_the_statistics_are_those_of_the_steps(trained: Trained) -> None:
+    loaded = load_model(trained.folder)
+    ticks = 0
+
+    def clock() -> float:
+        nonlocal ticks
+        ticks += 1
+        return float(ticks)
+
+    size = trained.config.slow.pool_size
+    prompt = loaded.tokenizer.encode("grief hill")
+    stats = Stats(clock)
+    steps = list(generate_ids(loaded.model, [prompt], 11, -1, GREEDY, stats))
+    assert len(steps) == 11 and stats.steps == 10
+    # A tick for each of the two exchanges, and one on either side of each.
+    assert (stats.exchange_seconds, stats.step_seconds, stats.prompt_seconds) == (10 * 2, 10 * 5, 5)
+    assert stats.slow_steps == (len(prompt) + 10) // size - len(prompt) // size
+    assert stats.lines(1) == [
+        "prompt: 5000.0 ms",
+        "5000.00 ms a token",
+        f"exchanges: 40.0% of this time; the slow path ran in {stats.slow_steps} of 10 steps",
+    ]
+    assert stats.lines(3)[1] == "5000.00 ms a step of 3 tokens"
+    only = Stats(clock)
+    list(generate_ids(loaded.model, [prompt], 1, -1, GREEDY, only))
+    assert only.lines(1) == ["prompt: 5000.0 ms"]
 
 
 def refusal(path: Path) -> str:
@@ -271,6 +388,18 @@ def test_the_command_prints_the_prompt_and_what_follows(
     assert run_command(monkeypatch, run, "--prompt", "moss", "--prompt", "", *options) == 0
     assert capsys.readouterr().out == expected("moss", 4) + "\n\n" + expected("", 5) + "\n"
 
+    assert (
+        run_command(monkeypatch, run, "--prompt", "moss", *options, "--stop", expected("moss", 4)[6:8], "--stats") == 0
+    )
+    told = capsys.readouterr()
+    assert told.out == expected("moss", 4)[:6] + "\n"
+    assert told.err.startswith("prompt: ") and " ms a token\nexchanges: " in told.err
+    assert (
+        run_command(monkeypatch, run, "--prompt", "moss", "--max-tokens", "60", "--top-k", "1", "--beyond-context") == 0
+    )
+    greedy = generate(loaded, ["moss"], 60, GREEDY, beyond_context=True)
+    assert capsys.readouterr().out == "moss" + "".join(piece for (piece,) in greedy) + "\n"
+
 
 @pytest.mark.parametrize(
     "arguments, complaint",
@@ -278,6 +407,7 @@ def test_the_command_prints_the_prompt_and_what_follows(
         (["--prompt", "x" * 400], "train.seq_length"),
         (["--prompt", "a", "--max-tokens", "40"], "ask for at most 39"),
         (["--prompt", "a\udc80"], "lone surrogate"),
+        (["--prompt", "a", "--max-tokens", "9", "--stop", ""], "--stop must not be empty"),
     ],
 )
 def test_bad_input_is_one_line(
