@@ -61,7 +61,8 @@ def test_three_hundred_steps_on_four_ranks_draw_the_curve_of_one(config_file: Pa
     }
     for ranks, layout in layouts.items():
         run = tmp_path / str(ranks)
-        keys = ["train.max_steps=300", "checkpoint.every=0", "validation.every=0", f"train.run_dir={run}"]
+        keys = ["train.max_steps=300", "train.micro_batch_size=4", f"train.run_dir={run}"]
+        keys += ["checkpoint.every=0", "validation.every=0"]
         fastslow("train", config_file, *keys, *layout, "--nproc", ranks, timeout=600)
         curves.append(np.array([r["loss"] for r in read_metrics(run / "metrics.jsonl") if "loss" in r]))
     assert len(curves[0]) == len(curves[1]) == 300

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,16 +19,16 @@ from tests.integration.test_train import exact
 
 pytestmark = pytest.mark.integration
 
-ARMS = ["--variants", "dense,frozen,coupled", "--arm", "gate10=coupled slow.gate_lr_multiplier=10", "--seeds", "2"]
+ARMS = ["--variants", "dense,frozen", "--arm", "coupled=coupled slow.gate_lr_multiplier=10", "--seeds", "2"]
 KEYS = ["train.max_steps=6", "checkpoint.every=2"]
 
 
 @pytest.fixture(scope="module")
 def study(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight finished runs and their report."""
+    """Seven finished runs and their report."""
     output = tmp_path_factory.mktemp("study")
     printed = fastslow("ablate", config_file, *KEYS, *ARMS, "--orders", "1", "--output", output)
-    assert "(9 of 9 runs" in printed
+    assert "(7 of 7 runs" in printed
     return output
 
 
@@ -46,10 +45,7 @@ def test_runs_of_a_seed_are_paired_and_frozen_is_dense(study: Path) -> None:
         assert curves["coupled", seed] != curves["dense", seed]
     assert curves["dense", 0] != curves["dense", 1]
     comparisons = {(each["variant"], each["baseline"]): each for each in report_of(study)["comparisons"]}
-    assert set(comparisons) == {
-        ("frozen", "dense"), ("coupled", "dense"), ("gate10", "dense"),
-        ("coupled", "frozen"), ("gate10", "frozen"), ("gate10", "coupled"),
-    }  # fmt: skip
+    assert set(comparisons) == {("frozen", "dense"), ("coupled", "dense"), ("coupled", "frozen")}
     assert comparisons["frozen", "dense"]["differences"] == [0.0, 0.0]
     assert comparisons["frozen", "dense"]["verdict"] == "equivalent"
 
@@ -80,20 +76,13 @@ def test_another_order_of_the_data_keeps_the_weights(study: Path) -> None:
     assert start[0] == start[1], "the validation loss before the first step"
 
 
-def test_finished_runs_are_only_reported_and_more_seeds_are_added(
-    study: Path, config_file: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(study, tmp_path / "study")
+def test_finished_runs_are_only_reported(study: Path, config_file: Path) -> None:
     stamp = (study / "coupled" / "0" / "metrics.jsonl").stat().st_mtime_ns
     printed = fastslow("ablate", config_file, *KEYS, *ARMS, "--output", study)
-    assert "8 of 8 runs are finished already" in printed
+    assert "6 of 6 runs are finished already" in printed
     assert (study / "coupled" / "0" / "metrics.jsonl").stat().st_mtime_ns == stamp
-    for changed, words in (
-        (["study.margin_nats=0.02"], "margin_nats = 0.01, now it is 0.02: choose another --output"),
-        (["optimizer.lr=2e-3"], "a study with another optimizer.lr: choose another --output"),
-        (["--baseline", "frozen"], "baseline = dense, now it is frozen"),
-    ):
-        assert words in refused("ablate", config_file, *KEYS, *ARMS, *changed, "--output", study)
+    wider = refused("ablate", config_file, *KEYS, *ARMS, "study.margin_nats=0.02", "--output", study)
+    assert wider.endswith("says margin_nats = 0.01, now it is 0.02: choose another --output")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +104,7 @@ def test_bad_studies_are_refused(config_file: Path, tmp_path: Path, arguments: l
 
 
 def test_the_arguments_of_a_run_start_it(config_file: Path, study: Path, tmp_path: Path) -> None:
-    lines = fastslow("ablate", config_file, *KEYS, *ARMS, "--output", tmp_path, "--arguments-of", "6").splitlines()
+    lines = fastslow("ablate", config_file, *KEYS, *ARMS, "--output", tmp_path, "--arguments-of", "5").splitlines()
     assert lines[-1] == f"train.run_dir={tmp_path}/coupled/1", "seed by seed, the arms beside each other"
     fastslow("train", *lines)
     assert exact(tmp_path / "coupled" / "1") == exact(study / "coupled" / "1")
@@ -133,9 +122,9 @@ def test_a_failed_run_is_named_with_its_reason(config_file: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_a_planted_effect_is_found_and_only_by_information(tmp_path: Path) -> None:
-    """The settings, and five seeds, are those of docs/results/planted.md; here two."""
+    """The settings, and five seeds, are those of docs/results/planted.md; here one."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.planted", "--output", str(tmp_path), "--seeds", "2"],
+        [sys.executable, "-m", "benchmarks.planted", "--output", str(tmp_path), "--seeds", "1"],
         capture_output=True, text=True, timeout=600, cwd=REPOSITORY, env=environment(), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -169,13 +158,13 @@ def test_a_signal_stops_a_study_at_checkpoints_and_it_goes_on(study: Path, confi
     assert process.returncode == EXIT_START_AGAIN, rest
     assert rest.splitlines()[-1] == "stopped; the same command goes on from here (exit status 75)"
     fastslow(*command)
-    for arm in ("dense", "frozen", "coupled", "gate10"):
+    for arm in ("dense", "frozen", "coupled"):
         for seed in "01":
             assert exact(tmp_path / arm / seed) == exact(study / arm / seed)
 
 
 def test_a_diagnosis_of_a_trained_run(study: Path, tmp_path: Path) -> None:
-    run = study / "gate10" / "1"
+    run = study / "coupled" / "1"
     printed = fastslow("diagnose", run, "--output", tmp_path, "--sequences", "16")
     found = json.loads((tmp_path / "report.json").read_text())
     last = [r["validation_loss"] for r in read_metrics(run / "metrics.jsonl") if "validation_loss" in r][-1]

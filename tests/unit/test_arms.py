@@ -9,6 +9,7 @@ import pytest
 from data_pipeline.errors import UserError
 from fastslow_scale.config_file import load_config
 from fastslow_scale.study.arms import MATCHED, Arm, choose_arms, size_of
+from fastslow_scale.study.runs import Study, open_study
 
 pytestmark = pytest.mark.unit
 
@@ -71,6 +72,45 @@ def test_own_arms_are_a_variant_with_changed_keys() -> None:
 def test_arms_that_cannot_be_are_refused(names: list[str], own: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         choose_arms(Path(CONFIG), [], names, own)
+
+
+def test_a_study_keeps_what_was_decided_before_its_first_run(tmp_path: Path) -> None:
+    def study(*overrides: str, seeds: int = 2, baseline: str = "dense", sweep: tuple[float, ...] = ()) -> Study:
+        arms = tuple(choose_arms(CONFIG, overrides, ["dense", "coupled"], []))
+        margin = load_config(CONFIG, overrides).study.margin_nats
+        return Study(CONFIG, overrides, arms, baseline, seeds, margin, tmp_path / "out", sweep=sweep)
+
+    open_study(study())
+    open_study(study(seeds=5))
+    open_study(study("monitor.log_every=7"))
+    for changed, words in (
+        (study("study.margin_nats=0.02"), r"margin_nats = 0\.01, now it is 0\.02: choose another --output"),
+        (study("optimizer.lr=2e-3"), r"a study with another optimizer\.lr: choose another --output"),
+        (study(baseline="coupled"), "baseline = dense, now it is coupled"),
+        (study(sweep=(1e-3,)), r"sweep = \[\], now it is \[0\.001\]"),
+    ):
+        with pytest.raises(UserError, match=words):
+            open_study(changed)
+    (tmp_path / "out" / "study.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        open_study(study())
+
+
+def test_the_runs_of_a_study_are_interleaved_and_paired() -> None:
+    arms = tuple(choose_arms(CONFIG, [], ["dense", "coupled"], []))
+    study = Study(CONFIG, (), arms, "dense", 2, 0.01, Path("out"), orders=1, sweep=(1e-3, 3e-3))
+    assert [run.folder for run in study.runs()] == [
+        Path(f"out/{arm}/{seed}") for seed in (0, 1) for arm in ("dense", "coupled")
+    ]
+    assert [run.config().train.seed for run in study.runs()] == [0, 0, 1, 1]
+    (order,) = study.order_runs()
+    assert (order.config().train.seed, order.config().order_seed) == (0, 3), (
+        "the weights of seed 0, an order of no seed"
+    )
+    sweep = [(run.arm, run.config().optimizer.lr, run.config().train.seed) for run in study.sweep_runs()]
+    assert sweep == [("dense", 1e-3, 2), ("coupled", 1e-3, 2), ("dense", 3e-3, 2), ("coupled", 3e-3, 2)]
+    chosen = study.with_rates({"dense": 3e-3, "coupled": 1e-3})
+    assert [run.config().optimizer.lr for run in chosen.runs()] == [3e-3, 1e-3, 3e-3, 1e-3]
 
 
 def test_shuffled_needs_another_sequence_in_the_micro_batch() -> None:
