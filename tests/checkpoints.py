@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
+from data_pipeline.tokenizer import MODEL_NAME, Tokenizer, train_tokenizer
 from fastslow_scale.config import Config
 from fastslow_scale.model.model import FastSlowModel, build_model
 from fastslow_scale.parallel.mesh import single_process_mesh
 from fastslow_scale.parallel.sharing import sharded_dim
 from fastslow_scale.train import checkpoint_files as files
+from tests.configs import small_config
+
+VOCABULARY, CONTEXT = 360, 256
+WORDS = "grief hill lamp moss über naïve 中文 river stone \U0001f600 thorn under vale".split()
+
+
+@functools.cache
+def tokenizer_of(vocab_size: int = VOCABULARY) -> Tokenizer:
+    rng = random.Random(0)
+    texts = [f"{n} " + " ".join(rng.choices(WORDS, k=30)) + "\n" for n in range(200)]
+    return train_tokenizer(texts, vocab_size)[0]
+
+
+def config_of(**changes: dict[str, Any]) -> Config:
+    sections = {name: dict(section) for name, section in changes.items()}
+    model = {"vocab_size": VOCABULARY, "vocab_multiple": 64, "rope_theta": 5000.0} | sections.pop("model", {})
+    train = {"seq_length": CONTEXT} | sections.pop("train", {})
+    return small_config(model=model, train=train, **sections)
+
+
+def some_ids(length: int, batch: int = 2, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def random_model(config: Config, seed: int = 1, scale: float = 0.8) -> FastSlowModel:

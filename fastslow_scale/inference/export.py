@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from data_pipeline.errors import UserError
 from data_pipeline.files import building, fsync_path, refuse_existing
-from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
+from data_pipeline.tokenizer import Tokenizer
 from fastslow_scale.config import Config
-from fastslow_scale.inference.llama_names import Tensors, split
+from fastslow_scale.inference.llama_names import EXPORTED_MODEL_NAME, Tensors, split
 from fastslow_scale.inference.load import choose_checkpoint, find_tokenizer, read_config, require_described
 from fastslow_scale.inference.model_card import model_card
 from fastslow_scale.model.model import build_model
@@ -158,7 +158,7 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: Config) -> None:
-    (folder / MODEL_NAME).write_bytes(tokenizer.model)
+    (folder / EXPORTED_MODEL_NAME).write_bytes(tokenizer.model)
     shutil.copyfile(CODE / f"{TOKENIZATION}.py", folder / f"{TOKENIZATION}.py")
     settings = {
         "tokenizer_class": "FastSlowTokenizer",

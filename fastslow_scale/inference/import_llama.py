@@ -19,7 +19,7 @@ from data_pipeline.index import Manifest
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
 from fastslow_scale.config import Config
 from fastslow_scale.config_file import config_of
-from fastslow_scale.inference.llama_names import Tensors, fuse, sources
+from fastslow_scale.inference.llama_names import EXPORTED_MODEL_NAME, Tensors, fuse, sources
 from fastslow_scale.model.model import FastSlowModel, build_model
 from fastslow_scale.parallel.mesh import single_process_mesh
 from fastslow_scale.train.weights_only import save_weights
@@ -179,6 +179,8 @@ def _open_all(source: Path) -> dict[str, Any]:
 def _tokenizer(source: Path, config: Config) -> tuple[Tokenizer, list[str]]:
     """The tokenizer of the run's data, or of the checkpoint, and what to say of it."""
     own, data, notes = source / MODEL_NAME, _local_data(config), []
+    if (source / EXPORTED_MODEL_NAME).is_file():
+        own = source / EXPORTED_MODEL_NAME
     if data is None and not own.is_file():
         raise UserError(f"{own} does not exist: give data.path=DIR, the folder of the data to train on")
     tokenizer = Tokenizer.load(data or own)

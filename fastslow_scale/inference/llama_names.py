@@ -20,6 +20,9 @@ from fastslow_scale.config import Config
 
 Tensors = dict[str, torch.Tensor]
 
+EXPORTED_MODEL_NAME = "sentencepiece.model"
+"""Not tokenizer.model: transformers would make a tokenizer of its own of that, which gives other ids."""
+
 QKV, GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from data_pipeline.errors import UserError
-from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from fastslow_scale import cli
 from fastslow_scale.config import Config
 from fastslow_scale.inference.export import export
@@ -23,15 +21,12 @@ from fastslow_scale.inference.generate import Sampling, generate_ids
 from fastslow_scale.launch import ending
 from fastslow_scale.model.model import FastSlowModel
 from fastslow_scale.train.checkpoint_files import _encode, read_manifest
-from tests.checkpoints import random_model, save_run
-from tests.configs import small_config
+from tests.checkpoints import CONTEXT, VOCABULARY, WORDS, config_of, random_model, save_run, some_ids, tokenizer_of
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit
 
-VOCABULARY, CONTEXT = 360, 256
 GREEDY = Sampling(temperature=0)
-WORDS = "grief hill lamp moss über naïve 中文 river stone \U0001f600 thorn under vale".split()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,20 +40,6 @@ def code_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield
 
 
-@functools.cache
-def tokenizer_of(vocab_size: int = VOCABULARY) -> Tokenizer:
-    rng = random.Random(0)
-    texts = [f"{n} " + " ".join(rng.choices(WORDS, k=30)) + "\n" for n in range(200)]
-    return train_tokenizer(texts, vocab_size)[0]
-
-
-def config_of(**changes: dict[str, Any]) -> Config:
-    sections = {name: dict(section) for name, section in changes.items()}
-    model = {"vocab_size": VOCABULARY, "vocab_multiple": 64, "rope_theta": 5000.0} | sections.pop("model", {})
-    train = {"seq_length": CONTEXT} | sections.pop("train", {})
-    return small_config(model=model, train=train, **sections)
-
-
 def exported(config: Config, folder: Path, tp_size: int = 1, scale: float = 0.8) -> tuple[FastSlowModel, Path]:
     """A random model of that config, and the folder of its export."""
     model = random_model(config, scale=scale)
@@ -69,10 +50,6 @@ def exported(config: Config, folder: Path, tp_size: int = 1, scale: float = 0.8)
 
 def loaded(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-
-
-def some_ids(length: int, batch: int = 2, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 DENSE = {"variant": "dense"}
@@ -333,25 +310,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def nasty_texts() -> list[str]:
-    """Characters of every kind, and what breaks tokenizers: marks that are only text, long lines, cuts of long texts."""
+    """Characters of every kind, and what breaks tokenizers: marks that are only text, long lines, long texts."""
     blocks = [
         "".join(chr(code) for code in range(start, start + 4096) if not 0xD800 <= code <= 0xDFFF)
         for start in [*range(0, 0x18000, 4096), 0x1F000, 0xE0000, 0x10F000]
     ]
-    long = [
-        "x" * 140_000,
-        "one two " * 20_000 + "\n" + "three\n" * 5_000,
-        "a" * 16_383 + "\n" + "b" * 70_000 + " c" * 9,
-    ]
-    marks = [
-        "<s></s><unk><pad><0x41>\u2585 \u2047 ",
-        "</s>",
-        "<s>",
-        " <pad> ",
-        "\u2581",
-        "\u2581a\u2581\u2581 b\u2581",
-        "▁</s>▁",
-    ]
+    long = ["x" * 140_000, "one two " * 20_000 + "\n" + "three\n" * 5_000]
+    long += ["a" * 16_383 + "\n" + "b" * 70_000 + " c" * 9]
+    marks = ["<s></s><unk><pad><0x41>\u2585 \u2047 ", "</s>", "<s>", " <pad> ", "\u2581</s>\u2581"]
+    marks += ["\u2581", "\u2581a\u2581\u2581 b\u2581"]
     ends = ["a\r\nb\rc\n\n\nd\n", "\tx\n\t\ty  \n   z   ", " ", "  ", "\n", "\n\n", "nul\0in\0", "\0", "\ufeffmark", ""]
     emoji = [
         "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1eb\U0001f1f7",
@@ -398,7 +365,7 @@ def test_the_tokenizer_saves_itself(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("window", [None, 5])
 def test_without_leave_to_run_its_code_no_other_tokenizer_takes_its_place(window: int | None, tmp_path: Path) -> None:
     _, folder = exported(config_of(model=DENSE | {"attention_window": window}), tmp_path)
-    with pytest.raises(ValueError, match="trust_remote_code=True|instantiate the backend tokenizer"):
+    with pytest.raises(ValueError, match=r"trust_remote_code=True|instantiate the backend tokenizer"):
         transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 

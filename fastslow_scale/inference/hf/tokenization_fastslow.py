@@ -48,9 +48,12 @@ def pieces(text: str) -> Iterator[str]:
 
 
 class FastSlowTokenizer(PreTrainedTokenizer):
-    """A sentencepiece model. Tokens are added neither to a text nor to the vocabulary."""
+    """A sentencepiece model. Tokens are added neither to a text nor to the vocabulary.
 
-    vocab_files_names: ClassVar = {"vocab_file": "tokenizer.model"}
+    The file has a name of its own, so that nothing takes it for one of transformers' own tokenizers.
+    """
+
+    vocab_files_names: ClassVar = {"vocab_file": "sentencepiece.model"}
     model_input_names: ClassVar = ["input_ids", "attention_mask"]
 
     def __init__(self, vocab_file: str, **kwargs: Any):
@@ -127,7 +130,7 @@ class FastSlowTokenizer(PreTrainedTokenizer):
         return int(super()._add_tokens(new_tokens, special_tokens))
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
-        target = Path(save_directory) / f"{filename_prefix + '-' if filename_prefix else ''}tokenizer.model"
+        target = Path(save_directory) / f"{filename_prefix + '-' if filename_prefix else ''}sentencepiece.model"
         if target.resolve() != Path(self.vocab_file).resolve():
             shutil.copyfile(self.vocab_file, target)
         return (str(target),)
