@@ -50,7 +50,8 @@ SIZES: dict[str, Any] = {
 
 def llama(theta: float = 7000.0, **changes: Any) -> Any:
     torch.manual_seed(0)
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    # The second is the older name.
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}, "rope_theta": theta}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SIZES | rope | changes))).eval()
     with torch.no_grad():
         for p in model.parameters():
