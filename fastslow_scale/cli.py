@@ -139,7 +139,7 @@ def import_(
     for note in made.notes:
         print(note, file=sys.stderr)
     data = "" if made.config.data.path or made.config.data.sources else " data.path=DATA"
-    print(f"{output}: {made.parameters:,} parameters of {source}")
+    print(f"{output}: the weights of {source}, {made.parameters:,} parameters with the vocabulary's padding")
     print(f"fastslow train {made.path}{data}")
 
 

@@ -41,7 +41,7 @@ LONGEST_DEFAULT = 1024
 
 @dataclass(frozen=True)
 class Imported:
-    """What was written: `config` is that of the run to start, `path` its file."""
+    """What was written: `config` is that of the run to start, `path` its file; `parameters` counts padding too."""
 
     config: Config
     path: Path
