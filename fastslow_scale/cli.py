@@ -169,6 +169,47 @@ def tensorboard(
 
 
 @app.command()
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder or one of its checkpoints.")],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="A folder that does not exist yet, or is empty.")],
+) -> None:
+    """Write a trained model as a Hugging Face folder, whatever layout it was trained with.
+
+    A dense model becomes a plain Llama (a Mistral, if it has a window); the others carry their own code, for
+    AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True). docs/export.md describes the files.
+    """
+    from fastslow_scale.inference.export import export as write
+
+    written = write(run, output)
+    for note in written.notes:
+        print(note, file=sys.stderr)
+    print(f"{output}: {written.architecture}, {written.parameters:,} parameters, from {written.checkpoint}")
+
+
+@app.command("import")
+def import_(
+    source: Annotated[
+        Path, typer.Argument(metavar="LLAMA_DIR", help="A Hugging Face folder: config.json and safetensors.")
+    ],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="A folder that does not exist yet, or is empty.")],
+    overrides: Overrides = None,
+) -> None:
+    """Start a coupled model from a dense Llama: its gates are zero, so that it begins as the same function.
+
+    DIR holds the weights, for train.init_from, and a config.yaml to train with. The tokenizer is that of data.path, if
+    that is given, or else the tokenizer.model in LLAMA_DIR.
+    """
+    from fastslow_scale.inference.import_llama import import_llama
+
+    made = import_llama(source, output, overrides or [])
+    for note in made.notes:
+        print(note, file=sys.stderr)
+    data = "" if made.config.data.path or made.config.data.sources else " data.path=DATA"
+    print(f"{output}: the weights of {source}, {made.parameters:,} parameters with the vocabulary's padding")
+    print(f"fastslow train {made.path}{data}")
+
+
+@app.command()
 def doctor(
     config: Annotated[
         str | None, typer.Argument(metavar="[CONFIG]", help="The run that is to start; none: only this machine.")

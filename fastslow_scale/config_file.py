@@ -23,7 +23,15 @@ def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
         UserError: no such file, not YAML, unknown key (with the nearest known one), wrong type, broken rule.
     """
     path = Path(path)
-    tree = _read_yaml(path)
+    return config_of(_read_yaml(path), path, overrides)
+
+
+def config_of(tree: dict[str, Any], path: Path, overrides: Iterable[str]) -> Config:
+    """`load_config` for a tree that came from `path` and is changed here.
+
+    Raises:
+        UserError: as `load_config`.
+    """
     given_on_command_line: set[str] = set()
     for override in overrides:
         key, equals, text = override.partition("=")

@@ -97,10 +97,16 @@ def find_tokenizer(reader: CheckpointReader, config: Config) -> Tokenizer:
 @torch.no_grad()
 def read_weights(model: FastSlowModel, reader: CheckpointReader) -> None:
     """Give every parameter its saved value."""
+    require_described(model, reader)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(reader.full(name))
+
+
+def require_described(model: FastSlowModel, reader: CheckpointReader) -> None:
+    """Raises UserError unless the checkpoint holds exactly the parameters of the model that its config describes."""
     parameters = dict(model.named_parameters())
     if set(parameters) != set(reader.names()):
         raise UserError(f"{reader.path} holds other parameters than its config describes")
     for name, parameter in parameters.items():
         if reader.shape(name) != tuple(parameter.shape):
             raise UserError(f"{reader.path}: {name} is {reader.shape(name)}, its config says {tuple(parameter.shape)}")
-        parameter.copy_(reader.full(name))

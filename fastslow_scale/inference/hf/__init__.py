@@ -1,0 +1,1 @@
+"""What an export carries with it: code for torch, transformers and sentencepiece that needs nothing of this package."""
