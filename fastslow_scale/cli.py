@@ -74,7 +74,7 @@ def train(
 
 @app.command()
 def generate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder or one of its checkpoints.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, one of its checkpoints, or an export.")],
     prompt: Annotated[
         list[str], typer.Option(help="The text to go on from; several are generated together. Empty: a new document.")
     ],
@@ -115,7 +115,7 @@ def generate(
 
 @app.command("eval")
 def evaluate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder or one of its checkpoints.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, one of its checkpoints, or an export.")],
     more: Annotated[
         list[str] | None, typer.Argument(metavar="[FILE]...", help="Further files for --text: an unquoted glob.")
     ] = None,

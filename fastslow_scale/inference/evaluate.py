@@ -11,7 +11,7 @@ import torch
 
 from data_pipeline.errors import UserError
 from fastslow_scale.inference.evaluation_data import Rows
-from fastslow_scale.inference.load import Loaded
+from fastslow_scale.inference.loaded import Loaded
 from fastslow_scale.model.documents import Documents
 from fastslow_scale.model.loss import IGNORE
 from fastslow_scale.train.batch import inputs_and_labels

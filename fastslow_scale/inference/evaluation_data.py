@@ -17,7 +17,7 @@ from data_pipeline.mixture import Data, Mixture, source_name
 from data_pipeline.order import Int64s
 from data_pipeline.stream import TokenDataset
 from data_pipeline.tokenizer import Tokenizer
-from fastslow_scale.inference.load import Loaded
+from fastslow_scale.inference.loaded import Loaded
 from fastslow_scale.train.batch import open_split
 from fastslow_scale.train.checkpoint_files import read_manifest
 
@@ -65,6 +65,8 @@ def rows_of_run(loaded: Loaded, limit: int | None) -> Rows:
         UserError: the data is gone or is no longer what the run was trained on.
     """
     config = loaded.config
+    if config.data.path is None and not config.data.sources:
+        raise UserError(f"{loaded.checkpoint} is an export, which does not say what it was trained on; {OTHER_DATA}")
     try:
         data = open_split(config.data.model_copy(update={"on_error": "stop"}), "validation")
     except UserError as error:

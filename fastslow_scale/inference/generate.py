@@ -12,7 +12,7 @@ from data_pipeline.errors import UserError
 from data_pipeline.tokenizer import Tokenizer
 from fastslow_scale.config import Config
 from fastslow_scale.inference.decode import Clock, Decoder
-from fastslow_scale.inference.load import Loaded
+from fastslow_scale.inference.loaded import Loaded
 from fastslow_scale.inference.stop import StopFilter
 from fastslow_scale.model.model import FastSlowModel
 

@@ -1,8 +1,7 @@
-"""A trained model on one process, whatever layout trained it: from a run folder or from one checkpoint."""
+"""A trained model on one process, whatever layout trained it: from a run folder, one checkpoint or an export."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,36 +12,22 @@ from data_pipeline.folder import is_url
 from data_pipeline.index import Manifest
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
 from fastslow_scale.config import Config
+from fastslow_scale.inference.load_export import is_export, load_export
+from fastslow_scale.inference.loaded import Loaded
 from fastslow_scale.model.model import FastSlowModel, build_model
 from fastslow_scale.parallel.mesh import single_process_mesh
 from fastslow_scale.train.checkpoint_files import find_checkpoint, locate
 from fastslow_scale.train.checkpoint_reader import CheckpointReader
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A model with what it takes to use it.
-
-    Attributes:
-        model: in fp32, the precision of the saved weights.
-        config: the run's own, but for `parallel`, which is one process here.
-        checkpoint: the folder it came from.
-        notes: what a user should know, such as a damaged checkpoint that was passed over.
-    """
-
-    model: FastSlowModel
-    tokenizer: Tokenizer
-    config: Config
-    checkpoint: Path
-    notes: list[str]
-
-
 def load_model(run_or_checkpoint: Path | str) -> Loaded:
-    """Load the newest sound checkpoint of a run folder, or the checkpoint in a folder step_XXXXXXXX.
+    """Load the newest sound checkpoint of a run folder, the checkpoint in a folder step_XXXXXXXX, or an export.
 
     Raises:
         UserError: no such run, no checkpoint yet, a damaged one, or no tokenizer that fits it.
     """
+    if is_export(Path(run_or_checkpoint)):
+        return load_export(Path(run_or_checkpoint))
     checkpoint, notes = choose_checkpoint(Path(run_or_checkpoint))
     reader = CheckpointReader(checkpoint)
     config = read_config(reader)

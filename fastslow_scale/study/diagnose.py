@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from data_pipeline.errors import UserError
-from fastslow_scale.inference.load import Loaded, load_model
+from fastslow_scale.inference.load import load_model
+from fastslow_scale.inference.loaded import Loaded
 from fastslow_scale.model.coupling import Exchange
 from fastslow_scale.model.model import FastSlowModel, build_model
 from fastslow_scale.parallel.mesh import single_process_mesh

@@ -25,7 +25,8 @@ from fastslow_scale.config import Config
 from fastslow_scale.inference import evaluate_report
 from fastslow_scale.inference.evaluate import Evaluation, Score, batches, evaluate
 from fastslow_scale.inference.evaluation_data import rows_of_folder, rows_of_texts
-from fastslow_scale.inference.load import Loaded, load_model
+from fastslow_scale.inference.load import load_model
+from fastslow_scale.inference.loaded import Loaded
 from fastslow_scale.launch import ending
 from fastslow_scale.model.model import build_model
 from fastslow_scale.monitor.metrics import read_metrics

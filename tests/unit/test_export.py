@@ -16,8 +16,10 @@ import torch
 from data_pipeline.errors import UserError
 from fastslow_scale import cli
 from fastslow_scale.config import Config
+from fastslow_scale.inference.evaluation_data import rows_of_run
 from fastslow_scale.inference.export import export
 from fastslow_scale.inference.generate import Sampling, generate_ids
+from fastslow_scale.inference.load import load_model
 from fastslow_scale.launch import ending
 from fastslow_scale.model.model import FastSlowModel
 from fastslow_scale.train.checkpoint_files import _encode, read_manifest
@@ -457,3 +459,41 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert told.startswith(f"{tmp_path / 'out'}: LlamaForCausalLM, ") and str(checkpoint) in told
     assert run_command(monkeypatch, str(tmp_path / "run"), "--output", str(tmp_path / "out")) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("shape", ["dense", "dense, window", "dense, tied", "coupled, window", "another slow path"])
+def test_an_export_is_loaded_here_as_the_same_model(shape: str, tmp_path: Path) -> None:
+    model, folder = exported(SHAPES[shape][0], tmp_path)
+    again = load_model(folder)
+    ids = some_ids(60)
+    with torch.no_grad():
+        assert torch.equal(again.model.logits(ids), model.logits(ids))
+    assert again.tokenizer.model == tokenizer_of().model
+    assert (again.config.train.seq_length, again.config.model.variant) == (
+        CONTEXT,
+        shape.split(",")[0].replace("another slow path", "coupled"),
+    )
+
+
+def test_what_is_no_whole_export_is_said_in_a_line(tmp_path: Path) -> None:
+    _, folder = exported(SHAPES["coupled"][0], tmp_path)
+    described = json.loads((folder / "config.json").read_text())
+    for change, words in (
+        ({"num_hidden_layers": 4}, r"lacks 'model\.layers\.3\."),
+        ({"hidden_size": 32}, "config.json says"),
+        ({"num_attention_heads": 3}, "is damaged"),
+    ):
+        (folder / "config.json").write_text(json.dumps(described | change))
+        with pytest.raises(UserError, match=words):
+            load_model(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        load_model(folder)
+    (folder / "config.json").write_text(json.dumps(described))
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-10])
+    with pytest.raises(UserError, match="cannot be read"):
+        load_model(folder)
+    (folder / "model.safetensors").write_bytes(whole)
+    with pytest.raises(UserError, match="is an export, which does not say what it was trained on"):
+        rows_of_run(load_model(folder), None)

@@ -21,7 +21,8 @@ from data_pipeline.tokenizer import MODEL_NAME, Tokenizer, train_tokenizer
 from fastslow_scale import cli
 from fastslow_scale.config import Config
 from fastslow_scale.inference.generate import Sampling, Stats, TextStream, generate, generate_ids
-from fastslow_scale.inference.load import Loaded, load_model
+from fastslow_scale.inference.load import load_model
+from fastslow_scale.inference.loaded import Loaded
 from fastslow_scale.inference.stop import StopFilter
 from fastslow_scale.launch import ending
 from fastslow_scale.model.model import build_model
