@@ -61,6 +61,10 @@ class Browser:
         wait.until(lambda _: all(text in self.text() for text in texts), f"{address} never showed all of {texts}")
         return self.text()
 
+    def until(self, script: str) -> None:
+        """Wait until this JavaScript returns true."""
+        WebDriverWait(self.driver, SECONDS).until(lambda driver: driver.execute_script(script), script)
+
     def text(self) -> str:
         return str(self.driver.execute_script(TEXT))
 

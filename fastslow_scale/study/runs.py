@@ -95,7 +95,7 @@ class Study:
     def _run(self, arm: Arm, seed: int, name: str, *more: str) -> Run:
         folder = self.output / name
         rate = dict(self.rates).get(arm.name)
-        own = (f"optimizer.lr={rate!r}",) if rate is not None and not more else ()
+        own = (f"optimizer.lr={rate!r}",) if rate is not None else ()
         overrides = (*self.overrides, *arm.overrides, *own, *more, f"train.seed={seed}", f"train.run_dir={folder}")
         return Run(arm.name, seed, folder, self.config_path, overrides)
 

@@ -127,4 +127,4 @@ def test_a_second_interrupt_ends_at_once(config_file: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_nothing_is_lost_in_a_few_kills(tmp_path: Path) -> None:
-    assert soak(cycles=3, seed=1, folder=tmp_path, console=Console())
+    assert soak(cycles=2, seed=1, folder=tmp_path, console=Console())

@@ -111,6 +111,7 @@ def test_the_runs_of_a_study_are_interleaved_and_paired() -> None:
     assert sweep == [("dense", 1e-3, 2), ("coupled", 1e-3, 2), ("dense", 3e-3, 2), ("coupled", 3e-3, 2)]
     chosen = study.with_rates({"dense": 3e-3, "coupled": 1e-3})
     assert [run.config().optimizer.lr for run in chosen.runs()] == [3e-3, 1e-3, 3e-3, 1e-3]
+    assert chosen.order_runs()[0].config().optimizer.lr == 3e-3
 
 
 def test_shuffled_needs_another_sequence_in_the_micro_batch() -> None:
