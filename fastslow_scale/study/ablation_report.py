@@ -27,12 +27,14 @@ COMPARISON_HEADINGS = (
 
 
 def print_ablation(found: Ablation, console: Console) -> None:
-    """The comparisons, as a table."""
+    """The comparisons, as a table that fits 80 columns; report.md has the rest."""
+    shown = [COMPARISON_HEADINGS.index(heading) for heading in ("comparison", "difference", "95% interval", "verdict")]
     table = Table(box=rich.box.SIMPLE)
-    for heading in COMPARISON_HEADINGS:
-        table.add_column(heading)
+    for column in shown:
+        table.add_column(COMPARISON_HEADINGS[column], no_wrap=True)
     for compared in found.compared:
-        table.add_row(*comparison_row(compared))
+        row = comparison_row(compared)
+        table.add_row(*(row[column] for column in shown))
     console.print(table)
     console.print(f"differences in nats of validation loss, negative: better; margin {found.study.margin:g}")
 
@@ -49,7 +51,7 @@ def write_report(found: Ablation, output: Path, command: str) -> list[Path]:
 def markdown(found: Ablation, command: str, figures: dict[str, str]) -> str:
     study = found.study
     config = found.baseline.runs[0].run.config()
-    lines = [f"# Does the slow coupling help? {Path(study.config_path).name}", "", f"    {command}", ""]
+    lines = [f"# Does the slow coupling help? {Path(study.config_path).name}", "", f"    {command}"]
     lines += ["", *(f"- {sentence(compared)}" for compared in found.compared), "", "## Comparisons", ""]
     lines += [
         f"Final validation loss in nats a token, paired by seed ({study.seeds} seeds, {found.tokens:,} tokens a run, "
@@ -73,9 +75,7 @@ def markdown(found: Ablation, command: str, figures: dict[str, str]) -> str:
         f"In brackets, and for the step time, ratios to {study.baseline}; step time is the median over seeds of the "
         "ratio of paired runs' median steps.",
         "",
-        f"Run-to-run noise of {study.baseline}: standard deviation {number(found.loss_noise())} nats over seeds "
-        f"(weights and order), {number(found.order_noise())} over {len(found.order_losses) + 1} orders of the data "
-        "with the same weights.",
+        noise_sentence(found),
     ]
     gated = [arm for arm in found.arms.values() if arm.runs[0].gates]
     if gated:
@@ -89,6 +89,17 @@ def markdown(found: Ablation, command: str, figures: dict[str, str]) -> str:
     lines += [line for name, title in figures.items() for line in (f"![{title}]({name})", "", f"*{title}.*", "")]
     lines += ["## Runs", "", *table(("arm", "seed", "validation loss"), run_rows(found)), ""]
     return "\n".join([*lines, *(f"- {line}" for line in versions())]) + "\n"
+
+
+def noise_sentence(found: Ablation) -> str:
+    over_seeds = (
+        f"Run-to-run noise of {found.study.baseline}: standard deviation {number(found.loss_noise())} nats over seeds "
+        "(weights and order)"
+    )
+    if not found.order_losses:
+        return f"{over_seeds}."
+    orders = len(found.order_losses) + 1
+    return f"{over_seeds}, {number(found.order_noise())} over {orders} orders of the data with the same weights."
 
 
 def sentence(compared: Compared) -> str:
@@ -149,7 +160,7 @@ def gate_section(arms: Sequence[ArmResult]) -> list[str]:
             [
                 arm.arm.name,
                 f"{mean(max(run.gates) for run in arm.runs):.4g}",
-                *(f"{effect.mean:+.5f} {interval(effect.interval_95, 5)}" for effect in effects),
+                *(f"{effect.mean:+.5f} ({interval(effect.interval_95, 5)})" for effect in effects),
                 ", ".join(f"{mean(each[limit] for each in tiny):.1%} < {limit}" for limit in tiny[0]) or "none trained",
             ]
         )
