@@ -142,12 +142,15 @@ def evaluate(
 
     if more and not text:
         raise UserError(f"{more[0]}: text files are named with --text")
+    texts = [*(text or []), *(more or [])]
     if output is not None:
+        if output.resolve() in [Path(file).resolve() for file in texts]:
+            raise UserError(f"--output {output} is one of the --text files")
         report.refuse_output(output)
     loaded = load_model(run)
     for note in loaded.notes:
         print(note, file=sys.stderr)
-    rows = rows_for(loaded, data, [*(text or []), *(more or [])], sequences)
+    rows = rows_for(loaded, data, texts, sequences)
     with report.progress(len(rows.source)) as on_score:
         found = evaluate(loaded, rows, on_score)
     print("\n".join(report.lines(found)))

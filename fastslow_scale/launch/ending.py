@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
-import click
+import typer
 
 from data_pipeline.errors import UserError
 from fastslow_scale.errors import RunError
+
+# typer brings a click of its own, whose errors are not those of a click that is installed beside it.
+CommandLineError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 def exit_status(function: Callable[[], int | None]) -> int:
@@ -23,10 +27,10 @@ def exit_status(function: Callable[[], int | None]) -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-    except click.ClickException as error:
-        error.show()
+    except CommandLineError as error:
+        print(f"error: {' '.join(error.format_message().split())} (--help says more)", file=sys.stderr, flush=True)
         return 2
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         return 130
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -115,9 +116,14 @@ def tensorboard_arguments(runs: Sequence[Path], port: int) -> list[str]:
     """
     for run in runs:
         if not run.is_dir():
-            raise UserError(f"run {run} does not exist")
+            raise UserError(f"run {run} is not a folder" if run.exists() else f"run {run} does not exist")
         if next(run.rglob("events.out.tfevents.*"), None) is None:
             raise UserError(f"{run} holds nothing that TensorBoard could show")
+    with socket.socket() as probe:
+        try:
+            probe.bind(("localhost", port))
+        except OSError:
+            raise UserError(f"--port {port} is in use: --port 0 takes a free one") from None
     if len(runs) == 1:
         where = ["--logdir", str(runs[0])]
     else:

@@ -6,6 +6,7 @@ layers, so other weights: they share only the batches.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,16 @@ from fastslow_scale.config_file import load_config
 from fastslow_scale.model.flops import count_flops
 
 MATCHED = {"dense_matched_params": "parameters", "dense_matched_flops": "FLOPs"}
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+RESERVED = ("sweep", "orders", "tb")
+FREE_SECTIONS = ("model", "slow", "optimizer", "schedule", "parallel")
+FREE_KEYS = (
+    "train.dtype",
+    "train.micro_batch_size",
+    "train.recompute",
+    "train.deterministic",
+    "data.reset_at_document",
+)
 TRAINED = ("dense", "frozen", "frozen_slow", "coupled", "shuffled")
 
 
@@ -47,8 +58,13 @@ def choose_arms(
     for text in own:
         name, equals, rest = text.partition("=")
         variant, *changes = rest.split() or [""]
-        if not equals or not name.replace("_", "").replace("-", "").replace(".", "").isalnum():
+        if not equals or not NAME.fullmatch(name):
             raise UserError(f"--arm must look like 'NAME=VARIANT section.key=value ...' (got {text!r})")
+        if name in RESERVED:
+            raise UserError(f"--arm {name}: the study has a folder of that name already, choose another")
+        for key in (change.partition("=")[0] for change in changes):
+            if key == "model.variant" or not (key.split(".")[0] in FREE_SECTIONS or key in FREE_KEYS):
+                raise UserError(f"--arm {name}: {key} must be the same for all arms, or runs of a seed are no pairs")
         base = _variant(variant, config_path, [*overrides, *changes])
         arms.append(Arm(name, (*changes, *base.overrides)))
     seen: set[str] = set()

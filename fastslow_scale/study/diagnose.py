@@ -94,6 +94,8 @@ def diagnose(run: Path | str, limit: int = SEQUENCES) -> Diagnosis:
     """
     loaded = load_model(run)
     config, model = loaded.config, loaded.model
+    if config.data.path is None and not config.data.sources:
+        raise UserError(f"{run} does not say what it was trained on: only a run can be diagnosed, not an export")
     if not model.exchanges:
         raise UserError(f"{run} is a run of variant {config.model.variant}: it has no slow path to diagnose")
     if config.train.seq_length <= config.slow.pool_size:

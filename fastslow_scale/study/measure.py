@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ def measure(run: Path, config: Config) -> Measured:
         UserError: no checkpoint, or one that does not fit its data or tokenizer.
     """
     path = run / FILE_NAME
-    if path.exists():
+    with contextlib.suppress(OSError, ValueError, TypeError):  # none yet, or a damaged one: it is measured again
         return Measured(**json.loads(path.read_text(encoding="utf-8")))
     model = load_model(run).model
     _, validation = open_data(config)

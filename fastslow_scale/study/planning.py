@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,7 +38,11 @@ def plan_study(
         raise UserError(f"--baseline {baseline} is none of the arms {', '.join(names)}")
     config = load_config(config_path, given)
     open_data(config)
-    return Study(
+    rates = _rates(lr_sweep)
+    for arm in arms if rates else []:
+        if any(override.startswith("optimizer.lr=") for override in arm.overrides):
+            raise UserError(f"--arm {arm.name} has an optimizer.lr of its own, and --lr-sweep would choose another")
+    study = Study(
         config_path=config_path,
         overrides=tuple(given),
         arms=tuple(arms),
@@ -46,8 +51,11 @@ def plan_study(
         margin=config.study.margin_nats,
         output=output,
         orders=orders,
-        sweep=_rates(lr_sweep),
+        sweep=rates,
     )
+    for run in (*study.sweep_runs(), *study.runs(), *study.order_runs()):
+        run.config()
+    return study
 
 
 def _rates(text: str) -> tuple[float, ...]:
@@ -55,6 +63,6 @@ def _rates(text: str) -> tuple[float, ...]:
         rates = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise UserError(f"--lr-sweep must be numbers with commas between them (got {text!r})") from None
-    if any(not rate > 0 for rate in rates) or len(set(rates)) < len(rates):
+    if any(not 0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates) or (text and not rates):
         raise UserError(f"--lr-sweep must be different learning rates above 0 (got {text!r})")
     return rates

@@ -22,6 +22,9 @@ from fastslow_scale.monitor.metrics import FILE_NAME, RunSummary
 from fastslow_scale.study.arms import Arm
 from fastslow_scale.train.run_folder import refuse_other_config
 
+OTHER_SEEDS = 2**31
+"""From here on: seeds of runs that are in no comparison, whatever number of seeds a study grows to."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -78,13 +81,13 @@ class Study:
     def order_runs(self) -> list[Run]:
         arm = next(arm for arm in self.arms if arm.name == self.baseline)
         return [
-            self._run(arm, 0, f"orders/{arm.name}/{k}", f"data.order_seed={self.seeds + k}")
+            self._run(arm, 0, f"orders/{arm.name}/{k}", f"data.order_seed={OTHER_SEEDS + k}")
             for k in range(1, self.orders + 1)
         ]
 
     def sweep_runs(self) -> list[Run]:
         return [
-            self._run(arm, self.seeds, f"sweep/{arm.name}/{rate:g}", f"optimizer.lr={rate!r}")
+            self._run(arm, OTHER_SEEDS, f"sweep/{arm.name}/{rate!r}", f"optimizer.lr={rate!r}")
             for rate in self.sweep
             for arm in self.arms
         ]
@@ -121,6 +124,8 @@ def open_study(study: Study) -> None:
             write_durably(path, (json.dumps(now, indent=1) + "\n").encode())
             return
         before = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(before, dict) or not isinstance(before.get("config"), dict):
+            raise ValueError("it describes no study")
     except OSError as error:
         raise UserError(f"--output {study.output} cannot be written: {error.strerror}") from None
     except ValueError as error:
@@ -129,7 +134,7 @@ def open_study(study: Study) -> None:
         if before.get(key) != now[key]:
             raise UserError(f"{path} says {key} = {before.get(key)}, now it is {now[key]}: choose another --output")
     for section, values in now["config"].items():
-        old = before.get("config", {}).get(section)
+        old = before["config"].get(section)
         if old != values:
             key = next((k for k in values if not isinstance(old, dict) or old.get(k) != values[k]), "")
             raise UserError(f"{study.output} holds a study with another {section}.{key}: choose another --output")

@@ -93,14 +93,19 @@ def design(scales: Sequence[tuple[float, float]]) -> Matrix:
 
 def read_points(studies: Sequence[Path], variant: str, baseline: str) -> list[Point]:
     """From the report.json of each study. Raises `UserError`: none there, or without this comparison."""
-    points = []
+    points: list[Point] = []
+    paths = [study.resolve() for study in studies]
     for study in studies:
+        if paths.count(study.resolve()) > 1:
+            raise UserError(f"study {study} is given twice: its differences would count twice")
         path = study / "report.json" if study.is_dir() else study
         try:
             report = json.loads(path.read_text(encoding="utf-8"))
             arms, tokens = report["arms"], int(report["tokens"])
             one, other = arms[variant]["losses"], arms[baseline]["losses"]
             size = int(arms[baseline]["parameters"])
+            if tokens < 1 or size < 1:
+                raise ValueError("tokens and parameters must be above 0")
             points += [Point(str(study), tokens, size, a - b) for a, b in zip(one, other, strict=True)]
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}; `fastslow ablate` writes it") from None

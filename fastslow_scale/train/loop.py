@@ -69,7 +69,7 @@ def train(
     with Monitor(folder, config, trainer.step, total) if mesh.is_main else NullMonitor() as monitor:
         for note in notes:
             monitor.message(note)
-        if trainer.step < total:
+        if trainer.step < total or on_main(mesh, lambda: monitor.lacks_validation(total)):
             try:
                 trainer.run(total, monitor, heartbeat)
             except UserError:
@@ -99,7 +99,7 @@ class Trainer:
     def run(self, total: int, monitor: NullMonitor, heartbeat: Heartbeat | None = None) -> None:
         """Train from the current step to step `total`, or to the step at which some rank was told to stop."""
         config, signals = self.config, StopSignals()
-        if (self.step == 0 or due(self.step, config.validation.every)) and on_main(
+        if (self.step in (0, total) or due(self.step, config.validation.every)) and on_main(
             self.mesh, lambda: monitor.lacks_validation(self.step)
         ):
             monitor.log_validation(self.step, self.validate())

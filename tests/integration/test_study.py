@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastslow_scale.launch.signals import EXIT_START_AGAIN
@@ -92,6 +94,8 @@ def test_finished_runs_are_only_reported(study: Path, config_file: Path) -> None
         (["--variants", "dense", "--baseline", "frozen"], "--baseline frozen is none of the arms dense"),
         (["--variants", ""], "--variants names no variant"),
         (["--lr-sweep", "1e-3,x"], "--lr-sweep must be numbers"),
+        (["--lr-sweep", "inf"], "--lr-sweep must be different learning rates above 0"),
+        (["--lr-sweep", "1e-3", "--arm", "x=dense optimizer.lr=1"], "--arm x has an optimizer.lr of its own"),
         (["train.seed=3"], "train.seed is the study's own to set"),
         (["model.variant=unshifted"], "model.variant is not trained: a block's mean"),
         (["data.path=/nowhere"], "/nowhere"),
@@ -131,6 +135,28 @@ def test_a_planted_effect_is_found_and_only_by_information(tmp_path: Path) -> No
     shares = {line.split()[0]: [float(s) for s in line.split()[1:]] for line in done.stdout.splitlines()[-3:]}
     assert min(shares["coupled"]) > 0.9
     assert max(shares["dense"] + shares["shuffled"]) < 0.25, "chance is 0.125"
+
+
+def test_a_run_that_lost_its_last_line_is_mended(study: Path, config_file: Path, tmp_path: Path) -> None:
+    """As after a kill between the last checkpoint and the validation that follows it."""
+    run = tmp_path / "run"
+    shutil.copytree(study / "dense" / "1", run)
+    metrics = run / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text("".join(whole.splitlines(keepends=True)[:-1]))
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    saved["train"]["run_dir"] = str(run)
+    (run / "config.yaml").write_text(yaml.safe_dump(saved))
+    fastslow("train", run / "config.yaml")
+    assert metrics.read_text() == whole
+
+
+def test_a_damaged_measurement_is_made_again(study: Path, config_file: Path) -> None:
+    path = study / "coupled" / "0" / "measured.json"
+    before = json.loads(path.read_text())
+    path.write_text("{}")
+    fastslow("ablate", config_file, *KEYS, *ARMS, "--output", study)
+    assert json.loads(path.read_text()) == before
 
 
 @pytest.mark.slow
@@ -196,5 +222,6 @@ def test_studies_at_two_scales_are_fitted(study: Path, tmp_path: Path) -> None:
     printed = fastslow("scaling", study, tmp_path / "larger.json")
     assert "per tenfold tokens                +0.00000" in printed.replace("-0.00000", "+0.00000")
     assert "all studies are at one scale" in refused("scaling", study)
+    assert "is given twice" in refused("scaling", study, study)
     assert "has no arm or key 'coupled'" not in refused("scaling", tmp_path / "no.json")
     assert "has no arm or key 'shuffled'" in refused("scaling", study, "--variant", "shuffled")

@@ -9,7 +9,7 @@ import pytest
 from data_pipeline.errors import UserError
 from fastslow_scale.config_file import load_config
 from fastslow_scale.study.arms import MATCHED, Arm, choose_arms, size_of
-from fastslow_scale.study.runs import Study, open_study
+from fastslow_scale.study.runs import OTHER_SEEDS, Study, open_study
 
 pytestmark = pytest.mark.unit
 
@@ -67,6 +67,12 @@ def test_own_arms_are_a_variant_with_changed_keys() -> None:
         ([], ["../x=dense"], "--arm must look like"),
         ([], ["x=dense slow.pool_sise=4"], "did you mean slow.pool_size"),
         (["shuffled"], ["b=dense train.micro_batch_size=3"], "global_batch_size must be a multiple"),
+        ([], ["tb=dense"], "--arm tb: the study has a folder of that name"),
+        ([], ["report.md=dense"], "--arm must look like"),
+        ([], ["x=coupled train.seed=7"], r"--arm x: train\.seed must be the same for all arms"),
+        ([], ["x=dense model.variant=coupled"], r"--arm x: model\.variant must be the same"),
+        ([], ["x=dense data.path=/elsewhere"], r"--arm x: data\.path must be the same"),
+        ([], ["x=dense train.max_steps=9"], r"--arm x: train\.max_steps must be the same"),
     ],
 )
 def test_arms_that_cannot_be_are_refused(names: list[str], own: list[str], words: str) -> None:
@@ -91,9 +97,10 @@ def test_a_study_keeps_what_was_decided_before_its_first_run(tmp_path: Path) -> 
     ):
         with pytest.raises(UserError, match=words):
             open_study(changed)
-    (tmp_path / "out" / "study.json").write_text("{")
-    with pytest.raises(UserError, match="is damaged"):
-        open_study(study())
+    for damaged in ("{", "[]", '{"config": null}'):
+        (tmp_path / "out" / "study.json").write_text(damaged)
+        with pytest.raises(UserError, match="is damaged"):
+            open_study(study())
 
 
 def test_the_runs_of_a_study_are_interleaved_and_paired() -> None:
@@ -108,7 +115,7 @@ def test_the_runs_of_a_study_are_interleaved_and_paired() -> None:
         "the weights of seed 0, an order of no seed"
     )
     sweep = [(run.arm, run.config().optimizer.lr, run.config().train.seed) for run in study.sweep_runs()]
-    assert sweep == [("dense", 1e-3, 2), ("coupled", 1e-3, 2), ("dense", 3e-3, 2), ("coupled", 3e-3, 2)]
+    assert sweep == [(arm, rate, OTHER_SEEDS) for rate in (1e-3, 3e-3) for arm in ("dense", "coupled")]
     chosen = study.with_rates({"dense": 3e-3, "coupled": 1e-3})
     assert [run.config().optimizer.lr for run in chosen.runs()] == [3e-3, 1e-3, 3e-3, 1e-3]
     assert chosen.order_runs()[0].config().optimizer.lr == 3e-3

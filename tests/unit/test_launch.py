@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import UserError
+from fastslow_scale import cli
 from fastslow_scale.launch.job import job_environment, joined_job, step_hosts
 from fastslow_scale.launch.local import FIRST_INTERRUPT, launch, rank_environment
 from fastslow_scale.launch.signals import EXIT_INTERRUPTED, EXIT_START_AGAIN
@@ -292,3 +293,24 @@ def _is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["ablate", "configs/tiny.yaml", "--seeds", "0"], "'--seeds'"),
+        (["generate", "run", "--prompt", "a", "--max-tokens", "x"], "'--max-tokens'"),
+        (["eval"], "Missing"),
+        (["nosuch"], "nosuch"),
+        (["train", "configs/tiny.yaml", "--nosuch"], "--nosuch"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fastslow", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and words in line

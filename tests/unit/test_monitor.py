@@ -6,6 +6,7 @@ import io
 import json
 import math
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -335,6 +336,8 @@ def test_what_tensorboard_is_started_with(tmp_path: Path, config: Config) -> Non
     runs[3].mkdir()
     assert tensorboard_arguments(runs[:1], 0) == ["--logdir", str(runs[0]), "--host", "localhost", "--port", "0"]
     assert tensorboard_arguments(runs[:2], 1)[:2] == ["--logdir_spec", f"{runs[0]}:{runs[0]},{runs[1]}:{runs[1]}"]
+    with socket.create_server(("localhost", 0)) as taken, pytest.raises(UserError, match="is in use"):
+        tensorboard_arguments([runs[0]], taken.getsockname()[1])
     for wrong, words in (
         (tmp_path / "no", "does not exist"), (runs[3], "holds nothing that TensorBoard"), (runs[2], "colon")
     ):  # fmt: skip
