@@ -39,6 +39,7 @@ def report_of(study: Path) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_runs_of_a_seed_are_paired_and_frozen_is_dense(study: Path) -> None:
     curves = {(arm, seed): exact(study / arm / str(seed)) for arm in ("dense", "frozen", "coupled") for seed in (0, 1)}
     for seed in (0, 1):
@@ -52,6 +53,7 @@ def test_runs_of_a_seed_are_paired_and_frozen_is_dense(study: Path) -> None:
     assert comparisons["frozen", "dense"]["verdict"] == "equivalent"
 
 
+@pytest.mark.slow
 def test_the_report_holds_what_the_runs_measured(study: Path) -> None:
     report = report_of(study)
     final = {}
@@ -71,6 +73,7 @@ def test_the_report_holds_what_the_runs_measured(study: Path) -> None:
     assert events.Scalars("study/validation_loss")[0].value == pytest.approx(final["coupled"][1])
 
 
+@pytest.mark.slow
 def test_another_order_of_the_data_keeps_the_weights(study: Path) -> None:
     reordered, first = exact(study / "orders" / "dense" / "1"), exact(study / "dense" / "0")
     assert reordered[0] != first[0], "another batch"
@@ -78,6 +81,7 @@ def test_another_order_of_the_data_keeps_the_weights(study: Path) -> None:
     assert start[0] == start[1], "the validation loss before the first step"
 
 
+@pytest.mark.slow
 def test_finished_runs_are_only_reported(study: Path, config_file: Path) -> None:
     stamp = (study / "coupled" / "0" / "metrics.jsonl").stat().st_mtime_ns
     printed = fastslow("ablate", config_file, *KEYS, *ARMS, "--output", study)
@@ -107,6 +111,7 @@ def test_bad_studies_are_refused(config_file: Path, tmp_path: Path, arguments: l
     assert not (tmp_path / "study").exists()
 
 
+@pytest.mark.slow
 def test_the_arguments_of_a_run_start_it(config_file: Path, study: Path, tmp_path: Path) -> None:
     lines = fastslow("ablate", config_file, *KEYS, *ARMS, "--output", tmp_path, "--arguments-of", "5").splitlines()
     assert lines[-1] == f"train.run_dir={tmp_path}/coupled/1", "seed by seed, the arms beside each other"
@@ -137,6 +142,7 @@ def test_a_planted_effect_is_found_and_only_by_information(tmp_path: Path) -> No
     assert max(shares["dense"] + shares["shuffled"]) < 0.25, "chance is 0.125"
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_its_last_line_is_mended(study: Path, config_file: Path, tmp_path: Path) -> None:
     """As after a kill between the last checkpoint and the validation that follows it."""
     run = tmp_path / "run"
@@ -151,6 +157,7 @@ def test_a_run_that_lost_its_last_line_is_mended(study: Path, config_file: Path,
     assert metrics.read_text() == whole
 
 
+@pytest.mark.slow
 def test_a_damaged_measurement_is_made_again(study: Path, config_file: Path) -> None:
     path = study / "coupled" / "0" / "measured.json"
     before = json.loads(path.read_text())
@@ -161,10 +168,10 @@ def test_a_damaged_measurement_is_made_again(study: Path, config_file: Path) -> 
 
 @pytest.mark.slow
 def test_a_sweep_gives_each_arm_its_own_rate(config_file: Path, tmp_path: Path) -> None:
-    options = ["--variants", "dense,coupled", "--seeds", "1", "--lr-sweep", "1e-6,1e-2", "--output", tmp_path]
+    options = ["--variants", "dense", "--seeds", "1", "--lr-sweep", "1e-6,1e-2", "--output", tmp_path]
     fastslow("ablate", config_file, *KEYS, *options)
     report = report_of(tmp_path)
-    assert {arm: each["lr"] for arm, each in report["arms"].items()} == {"dense": 1e-2, "coupled": 1e-2}
+    assert {arm: each["lr"] for arm, each in report["arms"].items()} == {"dense": 1e-2}
     for losses in report["sweep"].values():
         assert losses["0.01"] < losses["1e-06"]
     assert "optimizer.lr: 0.01" in (tmp_path / "dense" / "0" / "config.yaml").read_text().replace(
@@ -175,7 +182,7 @@ def test_a_sweep_gives_each_arm_its_own_rate(config_file: Path, tmp_path: Path) 
 @pytest.mark.slow
 def test_a_signal_stops_a_study_at_checkpoints_and_it_goes_on(study: Path, config_file: Path, tmp_path: Path) -> None:
     """Every run is stopped once, and none of them notices."""
-    command = ["ablate", config_file, *KEYS, *ARMS, "--output", tmp_path]
+    command = ["ablate", config_file, *KEYS, *ARMS[:-1], "1", "--output", tmp_path]
     with running(*command) as process:
         assert process.stdout is not None
         next(line for line in process.stdout if "validation loss" in line)
@@ -185,10 +192,10 @@ def test_a_signal_stops_a_study_at_checkpoints_and_it_goes_on(study: Path, confi
     assert rest.splitlines()[-1] == "stopped; the same command goes on from here (exit status 75)"
     fastslow(*command)
     for arm in ("dense", "frozen", "coupled"):
-        for seed in "01":
-            assert exact(tmp_path / arm / seed) == exact(study / arm / seed)
+        assert exact(tmp_path / arm / "0") == exact(study / arm / "0")
 
 
+@pytest.mark.slow
 def test_a_diagnosis_of_a_trained_run(study: Path, tmp_path: Path) -> None:
     run = study / "coupled" / "1"
     printed = fastslow("diagnose", run, "--output", tmp_path, "--sequences", "16")
@@ -211,11 +218,13 @@ def test_a_diagnosis_of_a_trained_run(study: Path, tmp_path: Path) -> None:
     ("arguments", "words"),
     [(["dense/0"], "variant dense: it has no slow path to diagnose"), (["nowhere"], "nowhere")],
 )
+@pytest.mark.slow
 def test_what_cannot_be_diagnosed_is_refused(study: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
     run, *options = arguments
     assert words in refused("diagnose", study / run, *options, "--output", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_studies_at_two_scales_are_fitted(study: Path, tmp_path: Path) -> None:
     larger = report_of(study) | {"tokens": 10 * report_of(study)["tokens"]}
     (tmp_path / "larger.json").write_text(json.dumps(larger))

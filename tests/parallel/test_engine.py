@@ -52,7 +52,7 @@ def test_a_sequence_no_longer_than_a_block_trains_in_every_stage(length: int) ->
         assert result["losses"] == pytest.approx(results[0]["losses"], abs=5e-6), layout
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bf16_sums_over_micro_batches_in_fp32(zero: int) -> None:
     """The error against float64 does not grow with the number of micro-batches, as it does for sums in bf16."""
     cases = [
