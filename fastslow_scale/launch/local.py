@@ -118,9 +118,14 @@ class _SignalsHandedOn:
                 rank.send_signal(wanted)
 
 
+def available_cores() -> int:
+    """Cores that this process may run on: a job is often given fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def rank_environment(nproc: int) -> dict[str, str]:
     """What the ranks need in their environment before Python starts. What the user has set already stays."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     wanted = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
     if not torch.cuda.is_available():
         # ZeRO allocates and frees buffers of tens of megabytes each step. By default glibc asks the kernel for such

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 from rich.console import Console
 
 from fastslow_scale.config_file import load_config
+from fastslow_scale.launch.local import available_cores
 from fastslow_scale.study.ablation import ablate
 from fastslow_scale.study.ablation_report import print_ablation, write_report
 from fastslow_scale.study.arms import size_of
@@ -24,12 +23,11 @@ def run_study(study: Study, jobs: int | None, nproc: int | None, console: Consol
     ranks = nproc or config.parallel.tensor_parallel_size
     config.data_parallel_size(ranks)
     open_study(study)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for arm in study.arms:
         size = size_of(load_config(study.config_path, [*study.overrides, *arm.overrides]))
         line = f"{arm.name:24} {size.parameters:>13,} parameters  {size.flops_per_token:.4g} FLOPs a token"
         console.print(line, markup=False, highlight=False)
-    found = ablate(study, jobs or max(1, cores // ranks), ranks, console)
+    found = ablate(study, jobs or max(1, available_cores() // ranks), ranks, console)
     if found is None:
         return False
     print_ablation(found, console)

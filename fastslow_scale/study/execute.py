@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from data_pipeline.errors import UserError
 from fastslow_scale.errors import RunError
+from fastslow_scale.launch.local import available_cores
 from fastslow_scale.launch.signals import EXIT_START_AGAIN, STOP_SIGNALS
 from fastslow_scale.monitor.metrics import FILE_NAME, RunSummary
 from fastslow_scale.study.runs import Run
@@ -54,8 +55,7 @@ def execute(runs: Sequence[Run], jobs: int, nproc: int, console: Console) -> boo
     waiting = [run for run in runs if not run.finished()]
     if len(waiting) < len(runs):
         _say(console, f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores // (jobs * nproc))
+    threads = max(1, available_cores() // (jobs * nproc))
     steps = {run.folder: run.config().train.num_steps for run in waiting}
     going: list[Going] = []
     failures: list[str] = []

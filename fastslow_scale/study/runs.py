@@ -9,7 +9,6 @@ OUTPUT/sweep/ARM/LR          one run for each arm and learning rate, with a seed
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -138,7 +137,3 @@ def open_study(study: Study) -> None:
         if old != values:
             key = next((k for k in values if not isinstance(old, dict) or old.get(k) != values[k]), "")
             raise UserError(f"{study.output} holds a study with another {section}.{key}: choose another --output")
-
-
-def finished_of(runs: Sequence[Run]) -> list[Run]:
-    return [run for run in runs if run.finished()]
