@@ -78,7 +78,8 @@ def import_llama(source: Path, output: Path, overrides: Sequence[str] = ()) -> I
 
     dense = Config.model_validate(
         config.model_dump(mode="json")
-        | {"model": config.model.model_dump() | {"variant": "dense"}, "parallel": {}}
+        | {"model": config.model.model_dump() | {"variant": "dense"}}
+        | {"parallel": {"zero_stage": config.parallel.zero_stage}}
         | {"train": config.train.model_dump(mode="json") | {"init_from": None}}
     )
     with torch.device("meta"):

@@ -47,9 +47,10 @@ def choose_checkpoint(path: Path) -> tuple[Path, list[str]]:
 
 
 def read_config(reader: CheckpointReader) -> Config:
-    """The config that the checkpoint was trained with, with a layout of one process."""
+    """The config that the checkpoint was trained with, on one process; the ZeRO stage stays, other keys ask for it."""
     try:
-        return Config.model_validate({**reader.state["config"], "parallel": {}})
+        saved = reader.state["config"]
+        return Config.model_validate({**saved, "parallel": {"zero_stage": saved["parallel"]["zero_stage"]}})
     except (KeyError, TypeError, ValidationError):
         raise UserError(f"{reader.path} has no config that this version understands") from None
 

@@ -63,6 +63,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     write_data_folder(base / "data", documents, tokenizer, Layout(SEQ_LENGTH))
     config = small_config(
         model={"vocab_size": tokenizer.vocab_size},
+        # A key that not every ZeRO stage allows.
+        optimizer={"clip_slow_apart": True},
+        parallel={"zero_stage": 0},
         data={"path": base / "data"},
         train={"seq_length": SEQ_LENGTH, "run_dir": base / "run"},
     )
@@ -102,6 +105,7 @@ def test_a_run_and_its_checkpoint_give_the_saved_weights_on_one_process(trained:
         assert loaded.notes == []
         parallel = loaded.config.parallel
         assert (parallel.tensor_parallel_size, parallel.sequence_parallel) == (1, False)
+        assert loaded.config.optimizer.clip_slow_apart
         parameters = dict(loaded.model.named_parameters())
         assert parameters.keys() == trained.weights.keys()
         for name, weight in trained.weights.items():
