@@ -30,7 +30,8 @@ class WandbLog:
     RUN/wandb.json keeps the id of the run at W&B and how far it was sent. What is missing there is sent at the next
     start. Rows cannot be taken back, so steps that run again after a resume keep the values of the first attempt.
 
-    A failure of W&B never ends a run: one line says that it gets no more.
+    A failure of W&B never ends a run: one line says that it gets nothing until the next start. Only what the user can
+    mend, such as a missing login, ends it before it begins.
     """
 
     def __init__(
@@ -39,16 +40,17 @@ class WandbLog:
         """so_far: the records of metrics.jsonl.
 
         Raises:
-            UserError: the package is missing, wandb.json is damaged, or W&B refuses the run.
+            UserError: the package is missing, wandb.json is damaged, or W&B refuses the project or the user.
         """
         wandb = require("wandb", "wandb", _key(config))
         so_far = list(so_far)
-        self._warn = warn
+        self._warn, self._has_failed = warn, False
         self._path = run_dir / FILE_NAME
         self._project = config.monitor.wandb_project
         self._id, self._sent = uuid.uuid4().hex[:8], (-1, False)
         if so_far:
             self._take_up_earlier()
+        self._run: Any = None
         try:
             self._run = wandb.init(
                 project=self._project,
@@ -59,33 +61,40 @@ class WandbLog:
                 config=config.model_dump(mode="json"),
                 settings=wandb.Settings(silent=True, console="off", save_code=False, finish_timeout=FINISH_SECONDS),
             )
-        except (wandb.errors.Error, TimeoutError) as error:
+            self._run.define_metric("step")
+            self._run.define_metric("*", step_metric="step")
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             raise UserError(f"{_key(config)}: {' '.join(str(error).split())}") from None
-        self._works = True
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
+        except (wandb.errors.Error, TimeoutError) as error:
+            self._give_up(error)
         for record in so_far:
             if "event" not in record:
                 self.write(record)
 
     def write(self, record: Mapping[str, Any]) -> None:
         place = (record["step"], "validation_loss" in record)
-        if not self._works or place <= self._sent:
+        if self._has_failed or place <= self._sent:
             return
         try:
             self._run.log({"step": record["step"], **dict(curves(record))})
         except Exception as error:  # whatever goes wrong at W&B, the training is worth more
-            self._warn(f"warning: Weights & Biases gets no more of this run until its next start: {error!r}")
-            self._works = False
+            self._give_up(error)
             return
         self._sent = place
         self._keep()
 
     def close(self, failed: bool) -> None:
+        if self._run is None:
+            return
         try:
             self._run.finish(exit_code=int(failed))
         except Exception as error:  # as above
             self._warn(f"warning: Weights & Biases did not take the end of this run: {error!r}")
+
+    def _give_up(self, error: Exception) -> None:
+        self._has_failed = True
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        self._warn(f"warning: Weights & Biases gets nothing of this run until its next start: {reason}")
 
     def _take_up_earlier(self) -> None:
         """The run of an earlier start in this folder, unless that was in another project."""

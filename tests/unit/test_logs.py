@@ -228,10 +228,27 @@ def test_training_goes_on_without_wandb(offline: Path, capsys: pytest.CaptureFix
         monitor.log_step(record_of(20, 5.0))
         monitor.log_step(record_of(30, 5.0))
     printed = capsys.readouterr().out
-    assert printed.count("Weights & Biases gets no more") == 1 and "gone" in printed
+    assert printed.count("Weights & Biases gets nothing of this run until its next start") == 1 and "gone" in printed
     assert len(read_metrics(offline / "metrics.jsonl")) == 3
     report(offline, config_of(wandb_project="x"), 30, [40], 5.0)
     assert [row["step"] for row in sent(offline) if "loss/train" in row] == [10, 20, 30, 40]
+
+
+def test_training_begins_without_wandb(
+    offline: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that starts again by itself at night must not stay down because a server does."""
+    wandb = pytest.importorskip("wandb")
+
+    def unreachable(**settings: Any) -> None:
+        raise wandb.errors.CommError("no\nanswer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wandb, "init", unreachable)
+        report(offline, config_of(wandb_project="x"), 0, [10], 5.0)
+    assert "CommError: no answer" in capsys.readouterr().out
+    report(offline, config_of(wandb_project="x"), 10, [20], 5.0)
+    assert sent(offline) == expected_rows(offline)
 
 
 def test_nothing_is_sent_unless_asked_for(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
