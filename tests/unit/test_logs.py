@@ -127,6 +127,7 @@ def test_a_data_frame_reads_numbers_that_are_none(tmp_path: Path) -> None:
     assert frame["loss"].tolist()[1:] == [math.inf, 5.0]
     report(tmp_path, config_of(csv=True), 3, [4], 5.0)
     assert len(table(tmp_path)) == 4
+    assert set(table(tmp_path)[0]) == {*frame.columns, "validation_loss"}
 
 
 # Weights & Biases, offline
