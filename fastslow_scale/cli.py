@@ -53,6 +53,7 @@ def train(
     """
     from fastslow_scale.launch.job import job_environment, joined_job
     from fastslow_scale.launch.local import launch
+    from fastslow_scale.monitor.wandb_log import refuse_missing_wandb
     from fastslow_scale.train import worker
     from fastslow_scale.train.batch import open_data
     from fastslow_scale.train.run_folder import refuse_other_run
@@ -68,6 +69,7 @@ def train(
     tree.data_parallel_size(ranks)
     # The ranks check these too; here a mistake shows before any of them starts.
     refuse_other_run(tree)
+    refuse_missing_wandb(tree)
     open_data(tree)
     raise typer.Exit(launch(ranks, "fastslow_scale.train.worker", [config, *given, "--resume", resume], max_restarts))
 
@@ -129,9 +131,15 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="The first so many of a data folder. Default: the run's validation.max_sequences."),
     ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="TASK,TASK,...", help="Tasks of lm-evaluation-harness instead of plain text.")
+    ] = None,
+    task_path: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A folder with tasks of your own, as the harness defines them.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Where the numbers go, too.")] = None,
 ) -> None:
-    """Measure loss, perplexity and bits per byte on held-out text, by source and by position.
+    """Measure loss, perplexity and bits per byte on held-out text, by source and by position; or run tasks.
 
     Without --data and --text: on the validation split of the run's own data. docs/evaluation.md says what is counted.
     """
@@ -147,6 +155,12 @@ def evaluate(
         if output.resolve() in [Path(file).resolve() for file in texts]:
             raise UserError(f"--output {output} is one of the --text files")
         report.refuse_output(output)
+    if task_path is not None and tasks is None:
+        raise UserError("--task-path is for --tasks")
+    if tasks is not None:
+        if texts or data is not None or sequences is not None:
+            raise UserError("--tasks bring their own data: --data, --text and --sequences do not go with them")
+        return _evaluate_tasks(run, tasks, task_path, output)
     loaded = load_model(run)
     for note in loaded.notes:
         print(note, file=sys.stderr)
@@ -156,6 +170,20 @@ def evaluate(
     print("\n".join(report.lines(found)))
     if output is not None:
         report.write(found, output)
+
+
+def _evaluate_tasks(run: str, tasks: str, task_path: Path | None, output: Path | None) -> None:
+    from fastslow_scale.inference import evaluate_tasks as harness
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise UserError(f"--tasks must be names with commas between them (got {tasks!r})")
+    found = harness.evaluate_tasks(run, names, task_path)
+    for note in found.notes:
+        print(note, file=sys.stderr)
+    print("\n".join(harness.lines(found)))
+    if output is not None:
+        harness.write(found, output)
 
 
 @app.command()

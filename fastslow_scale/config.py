@@ -239,6 +239,10 @@ class CheckpointConfig(Section):
 class MonitorConfig(Section):
     log_every: int = Field(default=10, ge=1)
     tensorboard: bool = True
+    csv: bool = Field(default=False, description="the numbers of metrics.jsonl also as a table, RUN/metrics.csv")
+    wandb_project: str | None = Field(
+        default=None, min_length=1, description="send the curves to this project of Weights & Biases; null: nothing"
+    )
     ledger: bool = Field(default=False, description="show what the second step after a start moves between ranks")
     profile_steps: list[int] = Field(
         default=[], description="first and last step of a torch profiler trace, written to RUN/profile; empty: none"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -37,13 +38,13 @@ def lines(found: Evaluation) -> list[str]:
         for name, score in found.sources.items():
             numbers = (f"{value:.4f}" for value in (score.loss, score.perplexity, score.bits_per_byte))
             table.append((name, *numbers, f"{score.num_tokens:,}", f"{score.num_bytes:,}"))
-        shown += ["", *_columns(table)]
+        shown += ["", *table_lines(table)]
     positions = [("positions", "loss")]
     positions += [(f"{first}-{last}", f"{loss:.4f}") for first, last, loss in total.by_position(PARTS)]
-    return [*shown, "", *_columns(positions)]
+    return [*shown, "", *table_lines(positions)]
 
 
-def _columns(table: Sequence[tuple[str, ...]]) -> list[str]:
+def table_lines(table: Sequence[tuple[str, ...]]) -> list[str]:
     """Names on the left, numbers on the right of their columns."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
@@ -71,6 +72,11 @@ def write(found: Evaluation, output: Path) -> None:
         **_to_json(found.total),
         "sources": {name: _to_json(score) for name, score in found.sources.items()},
     }
+    write_json(content, output)
+
+
+def write_json(content: dict[str, Any], output: Path) -> None:
+    """Raises `UserError`: it cannot be written."""
     try:
         write_durably(output, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
@@ -82,16 +88,16 @@ def _to_json(score: Score) -> dict[str, object]:
         "sequences": score.sequences,
         "tokens": score.num_tokens,
         "bytes": score.num_bytes,
-        "nats": _finite(score.nats.sum().item()),
-        "loss": _finite(score.loss),
-        "perplexity": _finite(score.perplexity),
-        "bits_per_byte": _finite(score.bits_per_byte),
-        "loss_by_position": [_finite(loss) for loss in (score.nats / score.tokens).tolist()],
+        "nats": finite(score.nats.sum().item()),
+        "loss": finite(score.loss),
+        "perplexity": finite(score.perplexity),
+        "bits_per_byte": finite(score.bits_per_byte),
+        "loss_by_position": [finite(loss) for loss in (score.nats / score.tokens).tolist()],
         "tokens_by_position": score.tokens.tolist(),
     }
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
     """JSON has no nan and no infinity."""
     return value if math.isfinite(value) else None
 

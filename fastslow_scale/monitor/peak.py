@@ -11,33 +11,36 @@ import torch.nn.functional as F
 
 from fastslow_scale.config import Config
 from fastslow_scale.model.flops import count_flops
-
-KNOWN_GPUS = {
-    ("H200", torch.bfloat16): 989.4e12,
-    ("H100 PCIe", torch.bfloat16): 756e12,
-    ("H100", torch.bfloat16): 989.4e12,
-    ("A100", torch.bfloat16): 312e12,
-    ("B200", torch.bfloat16): 2250e12,
-}
-"""Dense FLOP/s by the vendor's data sheets, without sparsity; the first name that the device's name holds counts."""
+from fastslow_scale.parallel.hardware import find_gpu
 
 SIZE = {"cpu": 768, "cuda": 8192}
 REPETITIONS = 5
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of all ranks together in this dtype: known for the GPU, or else measured; a collective.
+    """FLOP/s of all ranks together in this dtype: by the data sheet, or else measured; a collective.
 
     Ranks measure at the same time, as they train: on one machine they share its cores and its memory.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    own = next((flops for (part, of), flops in KNOWN_GPUS.items() if part in name and of == dtype), None)
+    own = known_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
     if own is None:
         dist.barrier()
         own = measured_flops(device, dtype)
     total = torch.tensor(own, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return total.item()
+
+
+def known_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Dense FLOP/s of one GPU by its data sheet; None for a GPU or a dtype that the table does not have.
+
+    fp32 products run as TF32 where torch was allowed to (`torch.set_float32_matmul_precision`).
+    """
+    gpu = find_gpu(device_name)
+    if gpu is None:
+        return None
+    fp32 = gpu.fp32_flops if torch.get_float32_matmul_precision() == "highest" else gpu.tf32_flops
+    return {torch.bfloat16: gpu.bf16_flops, torch.float16: gpu.bf16_flops, torch.float32: fp32}.get(dtype)
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -11,8 +11,12 @@ import torch
 
 from fastslow_scale.config import Config
 from fastslow_scale.monitor.console import Console, summary_lines
-from fastslow_scale.monitor.metrics import FILE_NAME, MetricsLog, RunSummary
+from fastslow_scale.monitor.csv_log import FILE_NAME as CSV_NAME
+from fastslow_scale.monitor.csv_log import CsvLog
+from fastslow_scale.monitor.logs import Log
+from fastslow_scale.monitor.metrics import FILE_NAME, MetricsLog, RunSummary, read_metrics
 from fastslow_scale.monitor.tensorboard import TensorBoardLog
+from fastslow_scale.monitor.wandb_log import WandbLog
 
 
 class NullMonitor:
@@ -53,28 +57,41 @@ class NullMonitor:
 
 
 class Monitor(NullMonitor):
-    """Writes RUN/metrics.jsonl and RUN/tb, and shows progress. `start_step`: of the checkpoint resumed from, else 0."""
+    """Writes RUN/metrics.jsonl and what the config asks for, and shows progress.
+
+    start_step: of the checkpoint resumed from, else 0.
+
+    Raises:
+        UserError: Weights & Biases is asked for and cannot be had.
+    """
 
     def __init__(self, run_dir: Path, config: Config, start_step: int, total_steps: int) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
+        self._console = Console(start_step, total_steps)
         self._metrics = MetricsLog(run_dir / FILE_NAME, start_step)
+        so_far = read_metrics(run_dir / FILE_NAME)
+        self._logs: list[Log] = []
         self._tensorboard: TensorBoardLog | None = None
         if config.monitor.tensorboard:
             self._tensorboard = TensorBoardLog(run_dir / "tb", start_step)
             self._tensorboard.describe(config)
-        self._console = Console(start_step, total_steps)
+            self._logs.append(self._tensorboard)
+        if config.monitor.csv:
+            self._logs.append(CsvLog(run_dir / CSV_NAME, so_far))
+        if config.monitor.wandb_project is not None:
+            self._logs.append(WandbLog(run_dir, config, so_far, self.message))
 
     def log_step(self, record: Mapping[str, Any]) -> None:
         self._metrics.write(record)
-        if self._tensorboard:
-            self._tensorboard.write(record)
+        for log in self._logs:
+            log.write(record)
         self._console.log_step(record)
 
     def log_validation(self, step: int, loss: float) -> None:
-        is_new = self._metrics.write_validation(step, loss)
-        if self._tensorboard and is_new:
-            self._tensorboard.write({"step": step, "validation_loss": loss})
+        if self._metrics.write_validation(step, loss):
+            for log in self._logs:
+                log.write({"step": step, "validation_loss": loss})
         self._console.log_validation(step, loss)
 
     def log_inside(self, step: int, values: Mapping[str, torch.Tensor], loss_by_position: torch.Tensor) -> None:
@@ -97,7 +114,15 @@ class Monitor(NullMonitor):
             self._console.message(line)
 
     def close(self) -> None:
+        self._close(failed=False)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(failed=kind is not None)
+
+    def _close(self, failed: bool) -> None:
         self._console.close()
-        if self._tensorboard:
-            self._tensorboard.close()
+        for log in self._logs:
+            log.close(failed)
         self._metrics.close()

@@ -15,29 +15,8 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from fastslow_scale.config import Config
+from fastslow_scale.monitor.logs import curves
 from fastslow_scale.versions import versions
-
-TAGS = {
-    "loss": "loss/train",
-    "validation_loss": "loss/validation",
-    "lr": "optim/lr",
-    "grad_norm": "optim/grad_norm",
-    "tokens": "data/tokens",
-    "tokens_per_second": "speed/tokens_per_second",
-    "step_seconds": "speed/step_seconds",
-    "mfu": "speed/mfu",
-    "data_seconds": "speed/data_seconds",
-    "forward_seconds": "speed/forward_seconds",
-    "backward_seconds": "speed/backward_seconds",
-    "communication_seconds": "speed/communication_seconds",
-    "optimizer_seconds": "speed/optimizer_seconds",
-    "other_seconds": "speed/other_seconds",
-    "memory_gb": "memory/peak_gb",
-    "skipped_steps": "optim/skipped_steps",
-    "gate_norm": "coupling/gate_norm",
-    "contribution": "coupling/contribution",
-}
-
 
 LAYOUT = {
     "overview": {
@@ -87,21 +66,13 @@ class TensorBoardLog:
         self._writer.flush()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        step = record["step"]
-        for key, value in record.items():
-            if key == "step":
-                continue
-            tag = TAGS.get(key, key if "/" in key else f"other/{key}")
-            if isinstance(value, list | tuple):
-                for index, item in enumerate(value):
-                    self._writer.add_scalar(f"{tag}/{index}", item, step)
-            else:
-                self._writer.add_scalar(tag, value, step)
+        for tag, value in curves(record):
+            self._writer.add_scalar(tag, value, record["step"])
         # What a killed run leaves unflushed before its last checkpoint would be missing for ever: those steps do not
         # run again.
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._writer.close()
 
 

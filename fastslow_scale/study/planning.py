@@ -8,6 +8,7 @@ from pathlib import Path
 
 from data_pipeline.errors import UserError
 from fastslow_scale.config_file import load_config
+from fastslow_scale.monitor.wandb_log import refuse_missing_wandb
 from fastslow_scale.study.arms import choose_arms
 from fastslow_scale.study.runs import Study
 from fastslow_scale.train.batch import open_data
@@ -37,6 +38,7 @@ def plan_study(
     if baseline is not None and baseline not in names:
         raise UserError(f"--baseline {baseline} is none of the arms {', '.join(names)}")
     config = load_config(config_path, given)
+    refuse_missing_wandb(config)
     open_data(config)
     rates = _rates(lr_sweep)
     for arm in arms if rates else []:

@@ -23,6 +23,7 @@ from fastslow_scale.model.model import build_model
 from fastslow_scale.monitor import Monitor, NullMonitor
 from fastslow_scale.monitor.peak import Utilisation, memory
 from fastslow_scale.monitor.profiler import Profiler
+from fastslow_scale.monitor.wandb_log import refuse_missing_wandb
 from fastslow_scale.parallel.ledger import Ledger
 from fastslow_scale.parallel.mesh import Mesh
 from fastslow_scale.parallel.sanity import check_declarations, check_training_state
@@ -62,11 +63,12 @@ def train(
         Whether the last step was reached; False: a signal ended the run at a checkpoint.
     """
     on_main(mesh, lambda: refuse_other_run(config))
+    on_main(mesh, lambda: refuse_missing_wandb(config))
     trainer = Trainer(config, mesh)
     notes = trainer.resume(resume)
     folder = on_main(mesh, lambda: open_run_folder(config, command, trainer.train_data))
     total = config.train.num_steps
-    with Monitor(folder, config, trainer.step, total) if mesh.is_main else NullMonitor() as monitor:
+    with open_monitor(folder, config, trainer.step, mesh) as monitor:
         for note in notes:
             monitor.message(note)
         if trainer.step < total or on_main(mesh, lambda: monitor.lacks_validation(total)):
@@ -78,6 +80,17 @@ def train(
         trainer.saver.close()
         monitor.summary()
     return trainer.step >= total
+
+
+def open_monitor(folder: Path, config: Config, step: int, mesh: Mesh) -> NullMonitor:
+    """The first rank's takes the reports, the others' ignore them; a mistake there is raised on every rank."""
+    opened = [NullMonitor()]
+
+    def open_first() -> None:
+        opened[0] = Monitor(folder, config, step, config.train.num_steps)
+
+    on_main(mesh, open_first)
+    return opened[0]
 
 
 class Trainer:

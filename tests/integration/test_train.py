@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -20,8 +21,10 @@ from fastslow_scale.config_file import load_config
 from fastslow_scale.model.documents import Documents
 from fastslow_scale.model.model import build_model
 from fastslow_scale.monitor import read_metrics
+from fastslow_scale.monitor.logs import curves
 from fastslow_scale.parallel.mesh import single_process_mesh
 from fastslow_scale.train.checkpoint_reader import MOMENTS, WEIGHTS, CheckpointReader
+from tests import wandb_files
 from tests.commands import fastslow, kill_group, refused, running
 
 pytestmark = pytest.mark.integration
@@ -242,3 +245,29 @@ def test_resuming_from_nothing_is_refused_and_leaves_nothing(config_file: Path, 
 def test_ranks_that_do_not_fit_are_refused(config_file: Path, tmp_path: Path) -> None:
     line = refused("train", config_file, *TWO_RANKS, f"train.run_dir={tmp_path}", "--nproc", 3)
     assert "parallel.tensor_parallel_size must divide the number of ranks (got 2 for 3 ranks)" in line
+
+
+def test_the_first_rank_alone_reports_to_csv_and_wandb(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of metrics.jsonl, once each, as one run; a rollback adds nothing to it."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    run = tmp_path / "run"
+    asked = [config_file, *TWO_RANKS, "monitor.csv=true", "monitor.wandb_project=tests", f"train.run_dir={run}"]
+    fastslow("train", *asked, "--nproc", 2)
+    (file,) = wandb_files.offline_files(run)
+    records = read_metrics(run / "metrics.jsonl")
+    assert wandb_files.rows(file) == [{"step": record["step"], **dict(curves(record))} for record in records]
+    assert wandb_files.run_record(file).project == "tests"
+
+    fastslow("train", *asked, "--nproc", 2, "--resume", run / "checkpoints" / "step_00000008")
+    first, second = wandb_files.offline_files(run)
+    assert wandb_files.run_record(second).run_id == wandb_files.run_record(first).run_id
+    assert wandb_files.rows(second) == []
+    with (run / "metrics.csv").open(newline="") as table:
+        rows = list(csv.DictReader(table))
+    assert [int(row["step"]) for row in rows] == list(range(13))
+    assert [(int(row["step"]), float(row["loss"]), float(row["grad_norm"])) for row in rows[1:]] == exact(run)

