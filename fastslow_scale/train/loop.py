@@ -37,6 +37,7 @@ from fastslow_scale.train.heartbeat import Heartbeat
 from fastslow_scale.train.init_from import load_weights
 from fastslow_scale.train.rng import derive_rng, restore_rng, rng_state
 from fastslow_scale.train.run_folder import open_run_folder, refuse_other_run
+from fastslow_scale.train.run_lock import RunLock
 from fastslow_scale.train.saver import Saver
 from fastslow_scale.train.schedule import learning_rate
 
@@ -60,10 +61,23 @@ def train(
 
     Returns:
         Whether the last step was reached; False: a signal ended the run at a checkpoint.
+
+    Raises:
+        UserError: another job trains into the run folder, or holds what this one cannot go on from.
     """
-    on_main(mesh, lambda: refuse_other_run(config))
+    lock = RunLock(config.train.run_dir)
+    with contextlib.closing(lock):
+        notes = on_main(mesh, lock.acquire)
+        on_main(mesh, lambda: refuse_other_run(config))
+        return _train(config, mesh, resume, command, heartbeat, notes)
+
+
+def _train(
+    config: Config, mesh: Mesh, resume: str, command: str, heartbeat: Heartbeat | None, notes: list[str]
+) -> bool:
+    """`train` in a folder that no other job trains into. `notes`: to be told before anything else."""
     trainer = Trainer(config, mesh)
-    notes = trainer.resume(resume)
+    notes = notes + trainer.resume(resume)
     folder = on_main(mesh, lambda: open_run_folder(config, command, trainer.train_data))
     total = config.train.num_steps
     with Monitor(folder, config, trainer.step, total) if mesh.is_main else NullMonitor() as monitor:
