@@ -23,6 +23,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of each process (default: what the launcher takes)")
     parser.add_argument("--profile", action="store_true", help="then show where each variant's time goes")
     options = parser.parse_args()
+    warnings.simplefilter("ignore")
     if options.install:
         install()
         return
