@@ -4,8 +4,8 @@
 
 Two runs of `fastslow train` on the same tiny model, one thread each. The second starts when the first has done so many
 steps. The first's late steps and the second's early ones are then measured at the same moments on the same machine:
-whatever disturbs one disturbs the other. Printed is the median over the windows of (CPU seconds a step of the late run /
-of the early run), and how much memory each rank held. CPU seconds are those of the rank's whole process.
+whatever disturbs one disturbs the other. Printed is the median over the windows of (CPU seconds a step of the late run
+/ of the early run), and how much memory each rank held. CPU seconds are those of the rank's whole process.
 """
 
 from __future__ import annotations
