@@ -160,9 +160,9 @@ def config_of(base: Config, name: str, length: int, sequences: int) -> Config:
         tree = base.model_dump()
         tree["train"] |= {"seq_length": length, "micro_batch_size": sequences, "global_batch_size": sequences}
         for change in changes:
-            key, _, value = change.partition("=")
-            section, _, name = key.partition(".")
-            tree[section][name] = int(value) if value.isdigit() else value
+            where, _, value = change.partition("=")
+            section, _, key = where.partition(".")
+            tree[section][key] = int(value) if value.isdigit() else value
         return Config.model_validate(tree)
 
     if name == "matched":

@@ -255,6 +255,8 @@ class Trainer:
         rows = validation_rows(self.validation_data, size * self.mesh.dp_size, self.mesh)
         inputs, labels = (t.to(self.mesh.device) for t in inputs_and_labels(rows, self.validation_data.pad_id))
         gates = [exchange.gate for exchange in model.exchanges]
+        for exchange in model.exchanges:
+            exchange.measure = True
         with self.engine.gathered([*gates, model.lm_head.weight]):
             losses = model.token_losses(inputs, labels, self.documents(inputs)).float()
             values = {f"gate/{k}": gate.detach().float().cpu() for k, gate in enumerate(gates)}
