@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from data_pipeline.arguments import finite, refuse_empty
 from data_pipeline.errors import UserError
 from data_pipeline.faults import FaultCounts, stop_at
 from data_pipeline.files import write_durably
@@ -65,7 +66,9 @@ Folder = Annotated[
     str, typer.Argument(metavar="DIR", help="A folder written by `data shard` or `data demo`, or its URL.")
 ]
 CacheDir = Annotated[Path, typer.Option(help="Where the shards of a URL are kept.")]
-CacheGb = Annotated[float, typer.Option(min=0.0, help="The most that all shards in --cache-dir may take.")]
+CacheGb = Annotated[
+    float, typer.Option(min=0.0, callback=finite, help="The most that all shards in --cache-dir may take.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of the order; 0 shows what a run with train.seed=0 sees.")]
 CACHE = CacheSettings()
 
@@ -117,7 +120,7 @@ def tokenizer(
 
     target = output / MODEL_NAME
     if target.exists():
-        raise UserError(f"output {target} exists already: remove it or choose another --output")
+        raise UserError(f"--output {target} exists already: remove it or choose another --output")
     files = _find(input, more, ext)
     faults = FaultCounts()
     with byte_progress("reading", files.num_bytes) as on_bytes:
@@ -130,7 +133,7 @@ def tokenizer(
         output.mkdir(parents=True, exist_ok=True)
         write_durably(target, trained.model)
     except OSError as error:
-        raise UserError(f"output {target} cannot be written: {error.strerror}") from None
+        raise UserError(f"--output {target} cannot be written: {error.strerror}") from None
     megabytes = report.num_bytes / 1e6
     _say(f"wrote {target}: {trained.vocab_size} pieces from {report.num_documents} documents, {megabytes:.2f} MB")
     for line in faults.lines():
@@ -319,6 +322,7 @@ def _say(line: str) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit; a `UserError` becomes one line and status 2."""
     try:
+        refuse_empty(sys.argv[1:] if arguments is None else arguments)
         app(arguments)
     except UserError as error:
         typer.echo(f"error: {error}", err=True)

@@ -55,7 +55,7 @@ def finished_demo(folder: Path, corpus: Path) -> Manifest | None:
         refuse_existing(folder)
         return None
     if not _is_demo(folder):
-        raise UserError(f"output {folder} holds other data than the demo's: remove it or choose another --output")
+        raise UserError(f"--output {folder} holds other data than the demo's: remove it or choose another --output")
     try:
         manifest = Manifest.load(folder)
         TokenDataset.open(folder)

@@ -50,7 +50,7 @@ def refuse_existing(folder: Path) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() or folder.is_symlink():
-        raise UserError(f"output {folder} exists already: remove it or choose another --output")
+        raise UserError(f"--output {folder} exists already: remove it or choose another --output")
 
 
 @contextmanager
@@ -71,12 +71,12 @@ def building(folder: Path, *, replace: bool = False, keep: str = "") -> Iterator
         partial.mkdir(parents=True, exist_ok=True)
         lock = (partial / _LOCK).open("wb")
     except OSError as error:
-        raise UserError(f"output {folder} cannot be written: {error.strerror}") from None
+        raise UserError(f"--output {folder} cannot be written: {error.strerror}") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"output {folder} is being written by another process") from None
+            raise UserError(f"--output {folder} is being written by another process") from None
         try:
             _clear(partial, keep)
             yield partial
@@ -87,7 +87,7 @@ def building(folder: Path, *, replace: bool = False, keep: str = "") -> Iterator
                 partial.rename(folder)
         except OSError as error:
             _abandon(partial, keep)
-            raise UserError(f"output {folder} cannot be written: {error.strerror}") from error
+            raise UserError(f"--output {folder} cannot be written: {error.strerror}") from error
         except BaseException:
             _abandon(partial, keep)
             raise

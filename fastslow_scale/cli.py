@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from data_pipeline.arguments import finite, refuse_empty
 from data_pipeline.cli import app as data_app
 from data_pipeline.errors import UserError
 from fastslow_scale.config_file import load_config
@@ -81,7 +82,9 @@ def generate(
         list[str], typer.Option(help="The text to go on from; several are generated together. Empty: a new document.")
     ],
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, callback=finite, help="0 takes the likeliest token each time.")
+    ] = 0.8,
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that make up this share.")
     ] = 0.95,
@@ -432,7 +435,13 @@ def main() -> None:
     # Megatron and torch warn, whenever they are imported, about choices that are made on purpose.
     warnings.filterwarnings("ignore", module="megatron")
     warnings.filterwarnings("ignore", module="torch")
-    sys.exit(exit_status(lambda: app(standalone_mode=False)))
+    sys.exit(exit_status(_run))
+
+
+def _run() -> int | None:
+    refuse_empty(sys.argv[1:])
+    status: int | None = app(standalone_mode=False)
+    return status
 
 
 if __name__ == "__main__":

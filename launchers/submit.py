@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from data_pipeline.arguments import refuse_empty
 from fastslow_scale.launch.ending import exit_status
 
 
@@ -119,4 +120,4 @@ def run_here(plan, cluster: Cluster) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(lambda: app(standalone_mode=False)))
+    sys.exit(exit_status(lambda: refuse_empty(sys.argv[1:]) or app(standalone_mode=False)))

@@ -26,6 +26,8 @@ SANITY = "tests/parallel/test_sanity.py"
 PROBE, STATISTICS_TEST = "tests/unit/test_probe.py", "tests/unit/test_statistics.py"
 THEORY = "tests/unit/test_theory.py"
 BAD_NUMBERS = "tests/integration/test_bad_numbers.py"
+TIMELINE_TEST, MONITOR_TEST = "tests/unit/test_timeline.py", "tests/unit/test_monitor.py"
+INSIDE, RUN_LOCK_TEST = "tests/unit/test_inside.py", "tests/unit/test_run_lock.py"
 EXPORT, IMPORT_TEST = "tests/unit/test_export.py", "tests/unit/test_import.py"
 
 
@@ -46,6 +48,8 @@ HF_MODEL = "fastslow_scale/inference/hf/modeling_fastslow.py"
 HF_TOKENIZER = "fastslow_scale/inference/hf/tokenization_fastslow.py"
 IMPORT = "fastslow_scale/inference/import_llama.py"
 STATIONARY, SLOW_FAST = "fastslow_scale/study/stationary.py", "fastslow_scale/study/slow_fast.py"
+TIMELINE, ENGINE_CODE, LOOP = (f"fastslow_scale/train/{name}.py" for name in ("timeline", "engine", "loop"))
+TENSORBOARD, PROFILER = (f"fastslow_scale/monitor/{name}.py" for name in ("tensorboard", "profiler"))
 BREAKS = [
     Break(
         "norm gradients not summed under sequence parallelism",
@@ -127,8 +131,8 @@ BREAKS = [
     Break(
         "incomplete last block pooled as well",
         COUPLING,
-        "num_blocks = tokens.total // self.pool_size",
-        "num_blocks = -(-tokens.total // self.pool_size)",
+        "num_blocks, documents = tokens.total // self.pool_size,",
+        "num_blocks, documents = -(-tokens.total // self.pool_size),",
         MODEL,
     ),
     Break(
@@ -551,6 +555,167 @@ BREAKS = [
         'if not key.endswith("rotary_emb.inv_freq")',
         'if "bias" not in key',
         IMPORT_TEST,
+    ),
+    Break(
+        "watching: a part inside another counts for both",
+        TIMELINE,
+        "        self._close_mark()\n        self._open.append(name)\n",
+        "        self._open.append(name)\n",
+        TIMELINE_TEST,
+    ),
+    Break(
+        "watching: waiting for ranks counts for whoever waits",
+        TIMELINE,
+        'with timeline.part("communication"):',
+        "with contextlib.nullcontext():",
+        TIMELINE_TEST,
+    ),
+    Break(
+        "watching: collectives of other threads count as the step's",
+        TIMELINE,
+        "if threading.get_ident() != own and not in_backward:",
+        "if False:",
+        TIMELINE_TEST,
+    ),
+    Break(
+        "watching: collectives stay timed after the step",
+        TIMELINE,
+        "            Work.wait = wait  # type: ignore[method-assign]\n",
+        "            pass\n",
+        TIMELINE_TEST,
+    ),
+    Break(
+        "watching: a step's parts carry over into the next one",
+        TIMELINE,
+        'self._marks, self._open, self._since = [], ["other"], self._now()',
+        'self._open, self._since = ["other"], self._now()',
+        TIMELINE_TEST,
+    ),
+    Break(
+        "watching: the wait for data is shared out among the other parts",
+        TIMELINE,
+        "scale = (step_seconds - data_seconds) /",
+        "scale = step_seconds /",
+        TIMELINE_TEST,
+    ),
+    Break(
+        "watching: the wait for data is marked as something else",
+        LOOP,
+        'self.engine.timeline.part("data")',
+        'self.engine.timeline.part("other")',
+        f"{INSIDE}::test_every_part_of_a_step_is_measured_where_it_happens",
+    ),
+    Break(
+        "watching: the backward counts as forward",
+        ENGINE_CODE,
+        'with self.timeline.part("backward"):',
+        'with self.timeline.part("forward"):',
+        f"{INSIDE}::test_every_part_of_a_step_is_measured_where_it_happens",
+    ),
+    Break(
+        "watching: the update counts as backward",
+        ENGINE_CODE,
+        'with self.timeline.part("optimizer"):',
+        'with self.timeline.part("backward"):',
+        f"{INSIDE}::test_every_part_of_a_step_is_measured_where_it_happens",
+    ),
+    Break(
+        "watching: slow states are those of an earlier step",
+        LOOP,
+        "            exchange.measure = True\n",
+        "            pass\n",
+        f"{INSIDE}::test_what_is_shown_is_that_of_the_validation_sequences",
+    ),
+    Break(
+        "watching: every gate's histogram is the first one's",
+        LOOP,
+        'f"gate/{k}": gate.detach()',
+        'f"gate/{k}": gates[0].detach()',
+        f"{INSIDE}::test_what_is_shown_is_that_of_the_validation_sequences",
+    ),
+    Break(
+        "watching: the loss by position takes padding in",
+        LOOP,
+        "losses.masked_fill(labels == IGNORE, math.nan).nanmean(dim=0)",
+        "losses.mean(dim=0)",
+        f"{INSIDE}::test_what_is_shown_is_that_of_the_validation_sequences",
+    ),
+    Break(
+        "watching: the picture of the loss is upside down",
+        TENSORBOARD,
+        "axes.plot(loss_by_position.numpy()",
+        "axes.plot(-loss_by_position.numpy()",
+        f"{INSIDE}::test_histograms_and_the_picture_hold_what_they_are_given",
+    ),
+    Break(
+        "watching: histograms all lie at step 0",
+        TENSORBOARD,
+        'self._writer.add_histogram(f"coupling/{name}", value, step)',
+        'self._writer.add_histogram(f"coupling/{name}", value, 0)',
+        f"{INSIDE}::test_histograms_and_the_picture_hold_what_they_are_given",
+    ),
+    Break(
+        "watching: the first page names curves that there are not",
+        TENSORBOARD,
+        '["coupling/gate_norm/.*"]',
+        '["gates/.*"]',
+        f"{INSIDE}::test_the_page_and_the_table_are_of_this_run",
+    ),
+    Break(
+        "watching: every run's hyperparameters say coupled",
+        TENSORBOARD,
+        '"variant": config.model.variant',
+        '"variant": "coupled"',
+        f"{INSIDE}::test_the_page_and_the_table_are_of_this_run",
+    ),
+    Break(
+        "watching: a resumed run's curves lose the step it starts from",
+        TENSORBOARD,
+        "purge_step = start_step + 1 if",
+        "purge_step = start_step if",
+        MONITOR_TEST,
+    ),
+    Break(
+        "watching: a resumed run has a validation twice",
+        "fastslow_scale/monitor/metrics.py",
+        "        if step in self._validated:\n            return False\n",
+        "",
+        MONITOR_TEST,
+    ),
+    Break(
+        "watching: a killed run's last curves are lost",
+        TENSORBOARD,
+        "        # run again.\n        self._writer.flush()\n",
+        "        # run again.\n",
+        MONITOR_TEST,
+    ),
+    Break(
+        "watching: a profile begins a step late",
+        PROFILER,
+        "if number == self._first:",
+        "if number == self._first + 1:",
+        f"{INSIDE}::test_a_profile_holds_its_steps_and_names_what_they_spent_most_on",
+    ),
+    Break(
+        "watching: a profile ends a step early",
+        PROFILER,
+        "if number == self._last and",
+        "if number == self._last - 1 and",
+        f"{INSIDE}::test_a_profile_holds_its_steps_and_names_what_they_spent_most_on",
+    ),
+    Break(
+        "watching: a profile names the operators with the least time",
+        PROFILER,
+        "reverse=True",
+        "reverse=False",
+        f"{INSIDE}::test_a_profile_holds_its_steps_and_names_what_they_spent_most_on",
+    ),
+    Break(
+        "a killed rank's readers keep its successor out of the run folder",
+        "fastslow_scale/train/run_lock.py",
+        "fcntl.lockf(self._file",
+        "fcntl.flock(self._file",
+        RUN_LOCK_TEST,
     ),
 ]
 

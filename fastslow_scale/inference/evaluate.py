@@ -112,7 +112,7 @@ def evaluate(loaded: Loaded, rows: Rows, on_score: OnScore = lambda so_far: None
         on_score: told after each batch of all that was scored so far.
 
     Raises:
-        UserError: a single row, for a model that hears of another one.
+        UserError: a single row, for a model that hears of another one, or rows without a token to predict.
     """
     model, tokenizer, length = loaded.model, loaded.tokenizer, rows.seq_length
     device = next(model.parameters()).device
@@ -134,6 +134,8 @@ def evaluate(loaded: Loaded, rows: Rows, on_score: OnScore = lambda so_far: None
             scores[number] += Score(nats[own].sum(0), counted[own].sum(0), int(num_bytes[own].sum()), int(own.sum()))
         on_score(Score.sum(scores, length))
     found = {name: score for name, score in zip(rows.names, scores, strict=True) if score.sequences}
+    if not any(score.num_tokens for score in scores):
+        raise UserError(f"{rows.location} has no token to predict")
     return Evaluation(loaded.checkpoint, rows.location, length, found)
 
 

@@ -29,19 +29,29 @@ def lines(found: Evaluation) -> list[str]:
         f"data           {found.location}: {total.sequences:,} sequences of {found.seq_length:,} tokens",
         f"loss           {total.loss:.4f} nats a token",
         f"perplexity     {total.perplexity:.4f}",
-        f"bits per byte  {total.bits_per_byte:.4f}",
+        f"bits per byte  {_number(total.bits_per_byte)}",
         f"tokens         {total.num_tokens:,}",
         f"bytes          {total.num_bytes:,}",
     ]
     if len(found.sources) > 1:
         table: list[tuple[str, ...]] = [("source", "loss", "perplexity", "bits per byte", "tokens", "bytes")]
         for name, score in found.sources.items():
-            numbers = (f"{value:.4f}" for value in (score.loss, score.perplexity, score.bits_per_byte))
+            numbers = (_number(value) for value in (score.loss, score.perplexity, score.bits_per_byte))
             table.append((name, *numbers, f"{score.num_tokens:,}", f"{score.num_bytes:,}"))
         shown += ["", *table_lines(table)]
     positions = [("positions", "loss")]
-    positions += [(f"{first}-{last}", f"{loss:.4f}") for first, last, loss in total.by_position(PARTS)]
+    reached = int(total.tokens.nonzero().max())
+    for first, last, loss in total.by_position(PARTS):
+        if first <= reached:
+            positions.append((f"{first}-{min(last, reached)}", _number(loss)))
+    if reached < found.seq_length - 1:
+        positions.append((f"{reached + 1}-{found.seq_length - 1}", "no token"))
     return [*shown, "", *table_lines(positions)]
+
+
+def _number(value: float) -> str:
+    """Where there is nothing to take the mean of, as in a source of end marks alone: no number."""
+    return "-" if math.isnan(value) else f"{value:.4f}"
 
 
 def table_lines(table: Sequence[tuple[str, ...]]) -> list[str]:

@@ -38,6 +38,7 @@ from fastslow_scale.train.heartbeat import Heartbeat
 from fastslow_scale.train.init_from import load_weights
 from fastslow_scale.train.rng import derive_rng, restore_rng, rng_state
 from fastslow_scale.train.run_folder import open_run_folder, refuse_other_run
+from fastslow_scale.train.run_lock import RunLock
 from fastslow_scale.train.saver import Saver
 from fastslow_scale.train.schedule import learning_rate
 
@@ -61,11 +62,24 @@ def train(
 
     Returns:
         Whether the last step was reached; False: a signal ended the run at a checkpoint.
+
+    Raises:
+        UserError: another job trains into the run folder, or holds what this one cannot go on from.
     """
-    on_main(mesh, lambda: refuse_other_run(config))
-    on_main(mesh, lambda: refuse_missing_wandb(config))
+    lock = RunLock(config.train.run_dir)
+    with contextlib.closing(lock):
+        notes = on_main(mesh, lock.acquire)
+        on_main(mesh, lambda: refuse_other_run(config))
+        on_main(mesh, lambda: refuse_missing_wandb(config))
+        return _train(config, mesh, resume, command, heartbeat, notes)
+
+
+def _train(
+    config: Config, mesh: Mesh, resume: str, command: str, heartbeat: Heartbeat | None, notes: list[str]
+) -> bool:
+    """`train` in a folder that no other job trains into. `notes`: to be told before anything else."""
     trainer = Trainer(config, mesh)
-    notes = trainer.resume(resume)
+    notes = notes + trainer.resume(resume)
     folder = on_main(mesh, lambda: open_run_folder(config, command, trainer.train_data))
     total = config.train.num_steps
     with open_monitor(folder, config, trainer.step, mesh) as monitor:
@@ -254,6 +268,8 @@ class Trainer:
         rows = validation_rows(self.validation_data, size * self.mesh.dp_size, self.mesh)
         inputs, labels = (t.to(self.mesh.device) for t in inputs_and_labels(rows, self.validation_data.pad_id))
         gates = [exchange.gate for exchange in model.exchanges]
+        for exchange in model.exchanges:
+            exchange.measure = True
         with self.engine.gathered([*gates, model.lm_head.weight]):
             losses = model.token_losses(inputs, labels, self.documents(inputs)).float()
             values = {f"gate/{k}": gate.detach().float().cpu() for k, gate in enumerate(gates)}

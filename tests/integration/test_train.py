@@ -242,6 +242,11 @@ def test_resuming_from_nothing_is_refused_and_leaves_nothing(config_file: Path, 
     assert not run.exists()
 
 
+def test_an_empty_argument_is_not_this_folder(config_file: Path) -> None:
+    assert refused("train", "") == "error: the argument after train must not be empty"
+    assert refused("train", config_file, "") == f"error: the argument after {config_file} must not be empty"
+
+
 def test_ranks_that_do_not_fit_are_refused(config_file: Path, tmp_path: Path) -> None:
     line = refused("train", config_file, *TWO_RANKS, f"train.run_dir={tmp_path}", "--nproc", 3)
     assert "parallel.tensor_parallel_size must divide the number of ranks (got 2 for 3 ranks)" in line

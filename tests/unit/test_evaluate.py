@@ -300,6 +300,26 @@ def test_batches_do_not_matter(loaded: Loaded, tmp_path: Path, monkeypatch: pyte
     assert torch.equal(found.tokens, whole.tokens) and found.num_bytes == whole.num_bytes
 
 
+def test_a_text_that_is_shorter_than_the_context_shows_where_it_ends(loaded: Loaded, tmp_path: Path) -> None:
+    file = file_of(tmp_path, "u")
+    found = evaluate_texts(loaded, file)
+    first, second, *_ = found.total.nats.tolist()
+    letters = len(loaded.tokenizer.encode("u"))
+    assert letters == 1, "one letter is one token, and the end mark is another"
+    lines = evaluate_report.lines(found)
+    assert not any("nan" in line for line in lines if str(tmp_path) not in line), lines
+    assert lines[-2].split() == ["0-1", f"{(first + second) / 2:.4f}"]
+    assert " ".join(lines[-1].split()) == f"2-{SEQ_LENGTH - 1} no token"
+
+
+def test_a_source_without_bytes_has_no_number() -> None:
+    marks = Score(torch.tensor([6.0, 2.0], dtype=torch.float64), torch.tensor([2, 2]), 0, 2)
+    text = Score(torch.tensor([1.0, 1.0], dtype=torch.float64), torch.tensor([1, 1]), 4, 1)
+    lines = evaluate_report.lines(Evaluation(Path("step_00000001"), "a mixture", 2, {"marks": marks, "text": text}))
+    (line,) = (line for line in lines if line.startswith("marks"))
+    assert line.split() == ["marks", "2.0000", f"{math.exp(2):.4f}", "-", "4", "0"]
+
+
 def test_progress_is_lines_where_there_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -357,6 +377,8 @@ def test_what_cannot_be_evaluated_is_one_line(
     assert told("--text", file_of(tmp_path, "", "empty")) == f"--text {tmp_path / 'empty'} is empty"
     (tmp_path / "latin").write_bytes("a\nb\n é".encode("latin-1"))
     assert told("--text", tmp_path / "latin") == f"--text {tmp_path / 'latin'}:3: invalid UTF-8 (byte 0xE9)"
+    assert told("--text", "") == "--text must not be empty"
+    assert refusal(monkeypatch, capsys, "") == "the argument after eval must not be empty"
     assert "does not exist" in told("--output", tmp_path / "no" / "found.json")
     assert "is a folder" in told("--output", tmp_path)
 

@@ -431,7 +431,7 @@ def test_what_cannot_be_exported_is_said_in_a_line(tmp_path: Path) -> None:
     full = tmp_path / "full"
     full.mkdir()
     (full / "file").touch()
-    assert refusal(tmp_path / "one", full).startswith(f"output {full} exists already")
+    assert refusal(tmp_path / "one", full).startswith(f"--output {full} exists already")
     assert [path.name for path in full.iterdir()] == ["file"]
 
     coupled, dense = config_of(), config_of(model=DENSE)

@@ -413,6 +413,9 @@ def test_the_command_prints_the_prompt_and_what_follows(
         (["--prompt", "a", "--max-tokens", "40"], "ask for at most 39"),
         (["--prompt", "a\udc80"], "lone surrogate"),
         (["--prompt", "a", "--max-tokens", "9", "--stop", ""], "--stop must not be empty"),
+        (["--prompt", "a", "--temperature", "inf"], "--temperature"),
+        (["--prompt", "a", "--temperature", "nan"], "--temperature"),
+        (["--prompt", "a", "--top-p", "nan"], "--top-p"),
     ],
 )
 def test_bad_input_is_one_line(

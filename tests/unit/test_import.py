@@ -263,7 +263,7 @@ def test_the_command(source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         if status == 0:
             assert told.out.endswith(f"fastslow train {output / 'config.yaml'} data.path=DATA\n")
         else:
-            assert told.err.count("\n") == 1 and "exists already" in told.err
+            assert told.err.count("\n") == 1 and f"--output {output} exists already" in told.err
     tree = yaml.safe_load((output / "config.yaml").read_text())
     assert tree["train"]["max_steps"] == 7
     assert tree["train"]["init_from"] == str(output)

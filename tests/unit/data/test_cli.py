@@ -201,9 +201,13 @@ def test_what_does_not_fit_ends_in_one_line_and_nothing_written(
     shard = ("shard", "--tokenizer", model, "--seq-len", 64)
     cases = [
         (("tokenizer", "--vocab-size", 9999, "--input", small), "new", "--vocab-size 9999 is larger than the text"),
-        (("tokenizer", "--vocab-size", 300, "--input", corpus), "taken", "tokenizer.model exists already"),
+        (
+            ("tokenizer", "--vocab-size", 300, "--input", corpus),
+            "taken",
+            f"--output {tmp_path / 'taken' / 'tokenizer.model'} exists already",
+        ),
         ((*shard, "--input", small), "new", "the corpus is smaller than one sequence"),
-        ((*shard, "--input", corpus), "taken", "taken exists already"),
+        ((*shard, "--input", corpus), "taken", f"--output {tmp_path / 'taken'} exists already"),
         (
             ("shard", "--tokenizer", tmp_path, "--seq-len", 4, "--input", corpus),
             "new",
@@ -228,6 +232,22 @@ def test_a_folder_that_is_none_ends_in_one_line(
 ) -> None:
     status, _, err = run(command, tmp_path)
     assert (status, err) == (2, f"error: {tmp_path} is not a data folder: it has no manifest.json\n")
+
+
+def test_an_empty_argument_is_not_this_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cases = {
+        ("info", ""): "the argument after info",
+        ("info", tmp_path, "--cache-dir", ""): "--cache-dir",
+        ("demo", "--output="): "--output",
+    }
+    for arguments, what in cases.items():
+        assert run(*arguments) == (2, "", f"error: {what} must not be empty\n")
+    assert list(tmp_path.iterdir()) == []
+    infinite = run("info", tmp_path, "--cache-gb", "inf")
+    assert infinite == (2, "", "error: --cache-gb must be a finite number (got inf)\n")
 
 
 @pytest.mark.parametrize("command", ["demo", "tokenizer", "shard", "verify", "info", "sample"])
@@ -284,7 +304,7 @@ def test_demo_leaves_other_data_alone(
     status, _, err = run("demo", "--output", other)
     assert (status, err) == (
         2,
-        f"error: output {other} holds other data than the demo's: remove it or choose another --output\n",
+        f"error: --output {other} holds other data than the demo's: remove it or choose another --output\n",
     )
     assert (other / "manifest.json").read_bytes() == before
     (tmp_path / "files").mkdir()

@@ -196,7 +196,7 @@ def test_leftovers_of_a_killed_run_are_cleared(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, write: Write, texts: list[str]) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match=r"output .*/file/data cannot be written: Not a directory"):
+    with pytest.raises(UserError, match=r"--output .*/file/data cannot be written: Not a directory"):
         write(tmp_path / "file" / "data", texts)
 
 
