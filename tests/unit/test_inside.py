@@ -23,8 +23,9 @@ from data_pipeline.shards import Layout, write_data_folder
 from data_pipeline.tokenizer import train_tokenizer
 from fastslow_scale.config import Config
 from fastslow_scale.monitor import NullMonitor, profiler
+from fastslow_scale.monitor.logs import TAGS
 from fastslow_scale.monitor.profiler import Profiler
-from fastslow_scale.monitor.tensorboard import TAGS, TensorBoardLog
+from fastslow_scale.monitor.tensorboard import TensorBoardLog
 from fastslow_scale.parallel.mesh import single_process_mesh
 from fastslow_scale.train import loop, timeline
 from fastslow_scale.train.loop import Trainer
