@@ -147,7 +147,8 @@ def megatron(config: Config) -> tuple[Step, int]:
     if device.type == "cuda":
         random.model_parallel_cuda_manual_seed(config.train.seed)
     else:
-        random._CUDA_RNG_STATE_TRACKER = NoDropout()
+        # It would switch to a random state of the GPU around every dropout, of which there is none here.
+        random.get_cuda_rng_tracker().fork = contextlib.nullcontext
     shape, in_bf16 = config.model, config.train.dtype == "bf16"
     settings = TransformerConfig(
         num_layers=shape.num_hidden_layers,
@@ -183,13 +184,6 @@ def megatron(config: Config) -> tuple[Step, int]:
         return loss
 
     return loop(model, Masters(adamw(model, config)), config, loss_of)
-
-
-class NoDropout:
-    """Stands in for megatron's random states of GPUs, where there is none and nothing is drawn."""
-
-    def fork(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 class Masters:

@@ -39,7 +39,7 @@ from fastslow_scale.config import Config
 from fastslow_scale.config_file import load_config
 from fastslow_scale.launch.local import rank_environment
 
-LITGPT = "litgpt==0.5.13"
+LITGPT = ("litgpt==0.5.13", "transformers>=4.51.3,<4.57")  # the range that litgpt names; .venv's needs a newer hub
 PEERS = Path(__file__).resolve().parents[1] / ".venv-peers"
 MEMORY_SHARE = 0.8
 BATCHES = 8
@@ -99,7 +99,7 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--install", action="store_true", help=f"install {LITGPT} into .venv-peers, and end")
+    parser.add_argument("--install", action="store_true", help=f"install {LITGPT[0]} into .venv-peers, and end")
     parser.add_argument("--config", help="shapes and batch of this run, on one rank (default: 8.4M parameters)")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="of %(default)s; the first is the reference")
     parser.add_argument("--lengths", help="of the sequences (default: 512, or the config's)")
@@ -133,7 +133,7 @@ def install() -> None:
     venv.create(PEERS, with_pip=False)
     (folder_of_peers() / "environment.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     python = PEERS / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", LITGPT], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", *LITGPT], check=True)
 
 
 def folder_of_peers() -> Path:
