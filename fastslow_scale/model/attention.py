@@ -10,6 +10,7 @@ from torch import nn
 
 from fastslow_scale.model.init import InitScheme
 from fastslow_scale.model.linear import Linears
+from fastslow_scale.model.window import Cut, Masks, windowed_attention
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int | None], torch.Tensor]
 """What `causal_attention` is: (q, k, v, window) -> [B, H, T, head_dim]. Decoding has its own, over cached keys."""
@@ -45,13 +46,11 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: 
     Returns:
         [B, H, T, head_dim].
     """
-    length, grouped = q.shape[2], q.shape[1] != k.shape[1]
+    length, heads, groups = q.shape[2], q.shape[1], k.shape[1]
     if window is None or window >= length:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    t = torch.arange(length, device=q.device)
-    distance = t[:, None] - t[None, :]
-    seen = (distance >= 0) & (distance < window)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != groups)
+    cut = Cut(length, window)
+    return windowed_attention(q, k, v, cut, Masks.of(cut, heads // groups, like=q))
 
 
 class Attention(nn.Module):
