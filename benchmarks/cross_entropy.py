@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--vocab-size", type=int, default=32_000)
-    parser.add_argument("--hidden-size", type=int, default=1024)
+    parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = (options.tokens, options.vocab_size, options.hidden_size)

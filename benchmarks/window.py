@@ -55,7 +55,7 @@ def step_seconds(model: FastSlowModel, length: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
