@@ -201,6 +201,9 @@ class TrainConfig(Section):
         default="none",
         description="activations recomputed in the backward: attention and MLP inner parts, or whole layers",
     )
+    compile: bool = Field(
+        default=False, description="compile what lies between the matrix products of a layer; the first step then waits"
+    )
     sanity_every: int = Field(
         default=100, ge=0, description="steps between checks that replicas agree bitwise; 0: only at the start"
     )

@@ -44,6 +44,7 @@ class Break:
 
 COLLECTIVES, COUPLING = "fastslow_scale/parallel/collectives.py", "fastslow_scale/model/coupling.py"
 STATISTICS = "fastslow_scale/study/statistics.py"
+WINDOW, WINDOW_TEST = "fastslow_scale/model/window.py", "tests/unit/test_window.py"
 HF_MODEL = "fastslow_scale/inference/hf/modeling_fastslow.py"
 HF_TOKENIZER = "fastslow_scale/inference/hf/tokenization_fastslow.py"
 IMPORT = "fastslow_scale/inference/import_llama.py"
@@ -443,6 +444,41 @@ BREAKS = [
         "4 * seen * heads * size",
         "2 * seen * heads * size",
         "tests/unit/test_flops.py",
+    ),
+    Break(
+        "a window one token too wide",
+        WINDOW,
+        "(distance < cut.window)",
+        "(distance <= cut.window)",
+        WINDOW_TEST,
+    ),
+    Break(
+        "a window's chunks see other documents",
+        WINDOW,
+        "chunks = chunks & (asking[:, :, None] == found[:, None])",
+        "chunks = chunks & (asking[:, :, None] >= found[:, None])",
+        WINDOW_TEST,
+    ),
+    Break(
+        "a window's query heads read another group's keys",
+        WINDOW,
+        "unflatten(1, (groups, -1))\n        return",
+        "unflatten(1, (-1, groups)).transpose(1, 2)\n        return",
+        WINDOW_TEST,
+    ),
+    Break(
+        "a mask over all pairs of tokens for a window",
+        WINDOW,
+        "return max(self.window // 2, SMALLEST_CHUNK)",
+        "return self.length",
+        WINDOW_TEST,
+    ),
+    Break(
+        "a loss that holds all the logits",
+        "fastslow_scale/model/loss.py",
+        "return max(16, CHUNK_ELEMENTS // rows)",
+        "return 10**9",
+        LOSS,
     ),
     Break(
         "an export receives its own block's answer",

@@ -49,7 +49,7 @@ class Next:
         return cls(rows, places, max(positions.values()))
 
     def angles(self, rope: Rope) -> Rope:
-        """The rows of a table for all positions that rotate these entries, both [1, R, 1, head_dim]."""
+        """The rows of a table for all positions that rotate these entries, both [1, R, 1, 1, head_dim]."""
         cos, sin = rope
         return cos[self.positions].transpose(0, 1), sin[self.positions].transpose(0, 1)
 

@@ -6,11 +6,13 @@ its last token; it pools only that document's tokens and gives only to them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
+
+from fastslow_scale.model.window import Cut, Masks, windowed_attention
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,9 @@ class Documents:
     """Which document each token (or block) of a row belongs to: ids [B, T], equal where the document is the same."""
 
     ids: torch.Tensor
+    _masks: dict[tuple[int, int, torch.dtype], Masks] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def of_tokens(cls, tokens: torch.Tensor, eos_id: int) -> Documents:
@@ -43,10 +48,15 @@ class Documents:
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
         """`causal_attention` within each document: q [B, H, T, head_dim], k and v [B, G, T, head_dim]."""
-        seen = self._same
-        if window is not None and window < q.shape[2]:
-            seen = seen.triu(1 - window)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1])
+        heads, groups, length = q.shape[1], k.shape[1], q.shape[2]
+        if window is None or window >= length:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self._same, enable_gqa=heads != groups)
+        cut, repeats = Cut(length, window), heads // groups
+        # One for all layers: with documents it grows with the batch, and each layer's backward holds on to it.
+        masks = self._masks.get((window, repeats, q.dtype))
+        if masks is None:
+            masks = self._masks[window, repeats, q.dtype] = Masks.of(cut, repeats, like=q, documents=self.ids)
+        return windowed_attention(q, k, v, cut, masks)
 
 
 @dataclass(frozen=True)

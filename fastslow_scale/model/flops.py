@@ -7,9 +7,10 @@ vocabulary, P pool_size, S = T // P blocks. Per sequence, forward:
     exchange        S (2 D D_slow) + slow layers as above, with S for T + S (2 D_slow F + 2 F D)     F: phi's inner size
     head            T 2 D V
 
-Norms, softmax and other work that is not a matrix product is left out. Attention counts all T positions a token (or the
-window), as dense kernels and the literature's figures do, not the half that is causal. The backward takes twice the
-forward (PaLM, arXiv 2204.02311, appendix B).
+Norms, softmax and other work that is not a matrix product is left out. Attention counts all T positions a token, as
+dense kernels and the literature's figures do, not the half that is causal; with a window it counts the window. That is
+what the model asks for: what the chunks of model/window.py meet beyond it is the implementation's, and utilisation is
+the lower for it. The backward takes twice the forward (PaLM, arXiv 2204.02311, appendix B).
 """
 
 from __future__ import annotations

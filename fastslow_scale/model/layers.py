@@ -19,6 +19,12 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 Recompute = Literal["none", "selective", "full"]
 
 
+def swiglu(gate_up: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """silu(gate) * up of features that come in groups of gate, then up: [T, B, 2 F] -> [T, B, F]."""
+    gate, up = gate_up.unflatten(-1, (num_groups, 2, -1)).unbind(-2)
+    return (F.silu(gate) * up).flatten(-2)
+
+
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (arXiv 2002.05202), gate and up as one fused projection.
 
@@ -31,6 +37,7 @@ class MLP(nn.Module):
     ):
         super().__init__()
         self.num_groups = math.gcd(intermediate_size, kv_heads) // linears.tp_size
+        self.activate = swiglu
         self.gate_up_proj = linears.column(
             hidden_size, 2 * intermediate_size, init.weight(f"{name}.gate_up_proj.weight", fan_in=hidden_size)
         )
@@ -43,8 +50,7 @@ class MLP(nn.Module):
 
     def core(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[T, B, 2 F] -> [T, B, F]."""
-        gate, up = gate_up.unflatten(-1, (self.num_groups, 2, -1)).unbind(-2)
-        return (F.silu(gate) * up).flatten(-2)
+        return self.activate(gate_up, self.num_groups)
 
 
 class Layer(nn.Module):

@@ -17,6 +17,7 @@ from data_pipeline.batches import step_batches
 from data_pipeline.errors import UserError
 from fastslow_scale.config import Config
 from fastslow_scale.launch.signals import StopSignals
+from fastslow_scale.model.compiled import compile_inner_parts
 from fastslow_scale.model.documents import Documents
 from fastslow_scale.model.loss import IGNORE
 from fastslow_scale.model.model import build_model
@@ -117,6 +118,8 @@ class Trainer:
         torch.use_deterministic_algorithms(config.train.deterministic)
         model = build_model(config, mesh)
         check_declarations(model)
+        if config.train.compile:
+            compile_inner_parts(model)
         self.engine = Engine(model, config, mesh)
         self.guard = Guard(config.train)
         checkpoints = self.folder / "checkpoints"

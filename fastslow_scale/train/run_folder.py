@@ -22,7 +22,15 @@ MAY_CHANGE = {
     "validation": None,
     "study": None,
     "data": {"num_workers", "on_error", "cache_dir", "cache_gb"},
-    "train": {"run_dir", "micro_batch_size", "deterministic", "recompute", "sanity_every", "timeout_seconds"},
+    "train": {
+        "run_dir",
+        "micro_batch_size",
+        "deterministic",
+        "recompute",
+        "compile",
+        "sanity_every",
+        "timeout_seconds",
+    },
 }
 
 

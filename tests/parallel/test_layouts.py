@@ -21,7 +21,7 @@ SHAPES = {
     ),
     "T shorter than a block": small_config(model=FOUR_HEADS, train={"seq_length": 5}, slow={"pool_size": 8}),
     "T equal to a block": small_config(model=FOUR_HEADS, train={"seq_length": 8}, slow={"pool_size": 8}),
-    "window": small_config(model=FOUR_HEADS | {"attention_window": 3}),
+    "window": small_config(model=FOUR_HEADS | {"attention_window": 3}, train={"seq_length": 71}),
     "odd vocabulary, tied": small_config(
         model=FOUR_HEADS | {"vocab_size": 37, "vocab_multiple": 4, "tie_word_embeddings": True}
     ),

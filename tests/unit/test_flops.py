@@ -38,6 +38,17 @@ def test_the_formula_counts_what_torch_counts(changes: dict[str, Any]) -> None:
     assert count_flops(config).forward == counter.get_total_flops()
 
 
+def test_what_the_chunks_of_a_window_meet_beyond_it_is_not_counted() -> None:
+    config = small_config(model={"attention_window": 70}, train={"seq_length": 200})
+    model = build_model(config, single_process_mesh(), torch.float32)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.logits(torch.zeros(1, 200, dtype=torch.int64))
+    # A beginning of a window, then three chunks of 64 tokens (the last one not full), each with the window before it.
+    met, seen = 70 * 70 + 3 * 64 * (70 + 64), 200 * 70
+    beyond = config.model.num_hidden_layers * 4 * (met - seen) * config.model.hidden_size
+    assert counter.get_total_flops() - count_flops(config).forward == beyond
+
+
 def test_a_window_counts_the_positions_it_holds() -> None:
     whole, window = small_config(), small_config(model={"attention_window": 3})
     model, length = whole.model, whole.train.seq_length

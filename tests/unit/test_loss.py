@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from fastslow_scale.model import loss as loss_module
 from fastslow_scale.model.loss import IGNORE, VocabularySlice, cross_entropy_sum, token_losses
 from fastslow_scale.parallel.mesh import Mesh, single_process_mesh
+from tests.memory import LargestTensor
 
 pytestmark = pytest.mark.unit
 
@@ -48,6 +51,16 @@ def test_equals_torch_in_float64(chunk: int, mesh: Mesh, monkeypatch: pytest.Mon
     each = token_losses(hidden, weight, labels, vocabulary)
     assert (each[5:9] == 0).all()
     torch.testing.assert_close(each.sum(), expected.detach(), rtol=1e-13, atol=0)
+
+
+def test_no_tensor_holds_the_logits_of_all_tokens(mesh: Mesh) -> None:
+    tokens, size, rows = 2048, 8, 8192
+    hidden, weight = torch.ones(tokens, size, requires_grad=True), torch.ones(rows, size, requires_grad=True)
+    with LargestTensor() as largest:
+        loss = cross_entropy_sum(hidden, weight, torch.arange(tokens), VocabularySlice(0, rows, rows, mesh.tp_group))
+        loss.backward()
+    assert loss.item() == pytest.approx(tokens * math.log(rows), rel=1e-6)
+    assert largest.bytes == 2**24, "16 MB, as promised; all logits would be 64 MB"
 
 
 def test_equals_megatron_in_float32(mesh: Mesh) -> None:

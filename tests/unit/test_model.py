@@ -51,6 +51,7 @@ SHAPES = {
     "T divides into blocks": small_config(slow={"pool_size": 6}),
     "P beyond half of T": small_config(slow={"pool_size": 11}),
     "window": small_config(model={"attention_window": 3}),
+    "window, in chunks": small_config(model={"attention_window": 5}, train={"seq_length": 71}),
     "window of one": small_config(model={"attention_window": 1}),
     "no grouping": small_config(model={"num_key_value_heads": 4}),
     "one key-value head": small_config(model={"num_key_value_heads": 1}),
@@ -67,6 +68,7 @@ SHAPES = {
     "documents": small_config(data=APART),
     "documents, three exchanges": small_config(data=APART, slow={"exchange_after": [1, 2, 3], "pool_size": 3}),
     "documents, window": small_config(data=APART, model={"attention_window": 3}),
+    "documents, window, in chunks": small_config(data=APART, model={"attention_window": 5}, train={"seq_length": 71}),
     "documents, dense": small_config(data=APART, model={"variant": "dense"}),
 }
 

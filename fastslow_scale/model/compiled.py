@@ -1,0 +1,46 @@
+"""The parts between matrix products as compiled kernels (`train.compile`).
+
+These are two pure functions of this rank's own tensors, without weights, collectives or attention: so each is one
+graph, the same for every layer, layout and ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from data_pipeline.errors import UserError
+from fastslow_scale.model.attention import Attention, queries_keys_values
+from fastslow_scale.model.layers import MLP, swiglu
+
+
+def compile_inner_parts(model: nn.Module) -> None:
+    """From now on training runs them compiled; what runs without gradients stays as it was.
+
+    A kernel holds for one shape, that of the training's micro-batches, and is the same whatever ran before: a resumed
+    run computes what an uninterrupted one does. The first step waits for the compiler.
+
+    Raises:
+        UserError: there is no C++ compiler.
+    """
+    if not shutil.which("g++"):
+        raise UserError("train.compile needs the C++ compiler g++, which was not found")
+    prepare, activate = _in_training(queries_keys_values), _in_training(swiglu)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.prepare = prepare
+        elif isinstance(module, MLP):
+            module.activate = activate
+
+
+def _in_training(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(function, dynamic=False, fullgraph=True)
+
+    def call(*args: Any) -> Any:
+        return (compiled if torch.is_grad_enabled() else function)(*args)
+
+    return call
