@@ -94,8 +94,11 @@ def engine_state(config: Config, dp: int, bucket_elements: int, on_gpu: bool) ->
         gradients, buffers, held, buckets = FP32 * shard, element * bucket_elements, 0, 0
         gathered = element * min(every - small, REUSE_ELEMENTS // 2 + largest)
         reduction = 2 * element * largest
-    several = config.gradient_accumulation_steps(dp) > 1
-    return EngineState(weights, optimizer, gradients, buffers, gathered, held if several else 0, buckets, reduction)
+    if config.gradient_accumulation_steps(dp) == 1:
+        held = 0
+    elif stage == 1 and element == FP32:
+        held, buckets = held + buckets, 0  # the bucket of the first micro-batch stays for the others
+    return EngineState(weights, optimizer, gradients, buffers, gathered, held, buckets, reduction)
 
 
 def flat_copies(groups: list[int], element: int) -> list[int]:

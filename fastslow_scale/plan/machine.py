@@ -19,7 +19,8 @@ NETWORK_GBITS = 3200.0
 """Of one node, in one direction: eight adapters of 400 Gb/s, as in DGX H100 and its like."""
 
 USABLE_MEMORY = 0.92
-"""Share of a GPU's memory that tensors may take; the rest is for the CUDA context, NCCL, cuBLAS and gaps. assumption, not a measurement."""
+"""Share of a GPU's memory that tensors may take; the rest is for the CUDA context, NCCL, cuBLAS and gaps. Assumed, not
+measured."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,11 @@ class Efficiency:
     bus: float
 
 
-AMPERE = Efficiency(matmul=0.80, attention=0.60, memory=0.85, bus=0.80)
-HOPPER = Efficiency(matmul=0.60, attention=0.35, memory=0.85, bus=0.80)
-"""Attention: FlashAttention-2 reaches 50-73% of an A100 (arXiv 2307.08691, abstract) and 35% of an H100 (arXiv 2407.08608,
-abstract). Memory and bus are round assumptions. Blackwell takes Hopper's numbers, for want of published ones."""
+AMPERE = Efficiency(matmul=0.73, attention=0.60, memory=0.85, bus=0.80)
+HOPPER = Efficiency(matmul=0.61, attention=0.35, memory=0.85, bus=0.80)
+"""Attention: FlashAttention-2 reaches 50-73% of an A100 (arXiv 2307.08691, abstract) and 35% of an H100 (arXiv
+2407.08608, abstract). Memory and bus are round assumptions. Blackwell takes Hopper's numbers, for want of published
+ones."""
 
 CPU = Efficiency(matmul=0.80, attention=0.25, memory=0.60, bus=0.50)
 """Shares of what is measured here: products of a model are smaller than the square ones of the measurement."""
