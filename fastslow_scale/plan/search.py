@@ -7,7 +7,7 @@ learned, so the fastest step wins; everything else in the config stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
@@ -18,8 +18,11 @@ from fastslow_scale.plan.machine import Machine
 from fastslow_scale.plan.memory import Memory, memory
 from fastslow_scale.plan.roofline import StepTime, step_time
 
+Change = Mapping[str, Mapping[str, object]]
+
 RECOMPUTE = ("none", "selective", "full")
 MOST_NODES = 4096
+SAME = 5e-4
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,11 @@ def why_it_lost(candidate: Candidate, winner: Candidate) -> str:
     if not candidate.fits:
         lacking = (candidate.memory.peak - candidate.limit_bytes) / 1e9
         return f"does not fit: {lacking:.1f} GB too much at its {candidate.memory.peak_moment}"
+    slower = candidate.time.seconds / winner.time.seconds - 1
+    if slower < SAME:
+        return f"as fast, with {candidate.memory.peak / 1e9:.1f} GB"
     own, other = candidate.time.parts, winner.time.parts
     cause = max(own, key=lambda part: own[part] - other.get(part, 0.0))
-    slower = candidate.time.seconds / winner.time.seconds - 1
     more = own[cause] - other.get(cause, 0.0)
     return f"{slower:.1%} slower, most of it {cause} (+{more:.3g} s a step)"
 
@@ -94,7 +99,7 @@ def why_it_lost(candidate: Candidate, winner: Candidate) -> str:
 def what_would_help(config: Config, machine: Machine, bucket_elements: int) -> list[str]:
     """For a config that does not fit: single changes that would make it fit, then more nodes or more memory."""
     own = judge(config, machine, bucket_elements)
-    changes = [
+    changes: list[Change] = [
         *({"train": {"recompute": mode}} for mode in RECOMPUTE[RECOMPUTE.index(config.train.recompute) + 1 :]),
         *({"parallel": {"zero_stage": stage}} for stage in range(config.parallel.zero_stage + 1, 4)),
         {"train": {"recompute": "full"}, "parallel": {"zero_stage": 3}},
@@ -142,11 +147,11 @@ def _layouts(config: Config, machine: Machine) -> Iterator[Config]:
                         yield changed
 
 
-def _changed(config: Config, change: dict[str, dict[str, object]]) -> Config | None:
+def _changed(config: Config, change: Change) -> Config | None:
     """The config with these keys, or None where its rules forbid that."""
     tree = config.model_dump()
     for section, keys in change.items():
-        tree[section] |= keys
+        tree[section].update(keys)
     try:
         return Config.model_validate(tree)
     except ValidationError:

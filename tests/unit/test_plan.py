@@ -222,6 +222,6 @@ def test_the_command_prints_and_writes_a_plan(tmp_path: Path) -> None:
 )
 def test_mistakes_are_one_line(arguments: list[object], words: str) -> None:
     if words == "cannot be written":
-        assert words in fastslow("plan", "configs/tiny.yaml", *arguments, status=2)
+        assert words in fastslow("plan", "configs/tiny.yaml", "--gpus-per-node", 2, *arguments, status=2)
     else:
         assert words in refused("plan", "configs/tiny.yaml", *arguments)
