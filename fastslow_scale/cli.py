@@ -286,6 +286,40 @@ def doctor(
 
 
 @app.command()
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Ranks of each; for cpu, processes.")] = 8,
+    gpu: Annotated[
+        str, typer.Option(help="a100, h100, h200, b200 or another of parallel/hardware.py; cpu: this machine.")
+    ] = "h100",
+    network_gbits: Annotated[
+        float, typer.Option(min=0.001, help="Of one node's network, in one direction. Default: 8 adapters of 400 Gb/s.")
+    ] = 3200.0,
+    output: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Where the numbers go, too.")] = None,
+) -> None:
+    """Predict memory, messages, speed and cost of a run, and the fastest layout that fits; nothing is run.
+
+    docs/scaling.md says what the numbers rest on.
+    """
+    import json
+
+    from fastslow_scale.plan.machine import machine_for
+    from fastslow_scale.plan.report import as_object, lines, make_plan
+    from fastslow_scale.train.engine import BUCKET_ELEMENTS
+
+    tree = load_config(config, overrides or [])
+    found = make_plan(tree, machine_for(tree, gpu, nodes, gpus_per_node, network_gbits), BUCKET_ELEMENTS)
+    print("\n".join(lines(found)))
+    if output is not None:
+        try:
+            output.write_text(json.dumps(as_object(found), indent=1), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--json {output} cannot be written: {error.strerror}") from None
+
+
+@app.command()
 def theory(
     output: Annotated[
         Path, typer.Option(metavar="DIR", help="Where report.md, report.json and the figures go.")

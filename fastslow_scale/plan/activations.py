@@ -1,0 +1,143 @@
+"""Bytes that a micro-batch keeps for its backward, and what its loss and backward need besides.
+
+After Korthikanti et al., arXiv 2205.05198, section 4, recounted for this project's own layers: no dropout, SwiGLU,
+grouped queries, attention that keeps no matrix of scores. Notation: T tokens of a sequence (padded to tensor-parallel
+ranks), B sequences, tp tensor-parallel ranks, e bytes of an element;
+
+    t = T B              tokens that a cut matrix product sees on every rank
+    s = t / tp or t      tokens of the residual stream on this rank, with and without sequence parallelism
+    n                    what a norm keeps of an element: its input and output, 2 e; on CPUs, where torch has no
+                         fused norm, x and x/rms in fp32 and the output: 8 + e
+
+    layer, recompute none     2 D s n + t e ((H + 2 K) h + (H + K) h + 2 H h + 4 I) / tp + 4 H t / tp
+                              norms; qkv, its rotated part, q in rows, output; gate_up (2 I), silu, product; log-sums
+    layer, selective          2 D s n + t e ((H + 2 K) h + H h + 3 I) / tp
+                              norms; qkv, output; gate_up, product
+    layer, full               D s e, its input
+    exchange                  D b n + slow layers (tp = 1, s = t = b) + D_slow b n + b e (2 F + D),  b = (T // P) B
+
+tests/unit/test_plan_memory.py holds the layer's sum against what autograd really saves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastslow_scale.config import Config, ModelConfig, SlowConfig
+from fastslow_scale.model.loss import chunk_tokens
+from fastslow_scale.plan.parameters import layer_sizes
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes on one rank.
+
+    Attributes:
+        fast_layers: kept by all fast layers.
+        exchanges: kept by all exchanges.
+        head: kept by the final norm.
+        loss: what the loss holds at its largest, beside all that is kept.
+        loss_gradients: the gradients that the loss hands back, at the moment when they are scaled: each twice.
+        layer_backward: what the backward of the last layer adds to all that is kept, recomputed parts included.
+        gather_buffer: megatron's buffer for whole sequences, which stays; sequence parallelism only.
+    """
+
+    fast_layers: int
+    exchanges: int
+    head: int
+    loss: int
+    loss_gradients: int
+    layer_backward: int
+    gather_buffer: int
+
+    @property
+    def kept(self) -> int:
+        return self.fast_layers + self.exchanges + self.head
+
+
+def activations(config: Config, on_gpu: bool) -> Activations:
+    """What the forward of one micro-batch leaves on one rank, and its largest moments."""
+    model, train, tp = config.model, config.train, config.parallel.tensor_parallel_size
+    sequence = config.parallel.sequence_parallel
+    element = element_bytes(config)
+    length = -(-train.seq_length // tp) * tp if sequence else train.seq_length
+    tokens = length * train.micro_batch_size
+    stream = tokens // tp if sequence else tokens
+    hidden, inner, *_ = layer_sizes(model)
+    norm = norm_bytes(element, on_gpu)
+
+    layer = _kept_by_layer(model, train.recompute, tokens, stream, tp, element, norm)
+    whole_layer = _kept_by_layer(model, "none", tokens, stream, tp, element, norm)
+    product = tokens * inner * element // tp
+    gathered = tokens * hidden * element if sequence else 0
+    # Of the down projection's gradient, d gate and d up exist while one of the kept products is already gone: 2 more.
+    backward = 2 * product + 2 * stream * hidden * element + gathered
+    if train.recompute == "selective":
+        backward += product
+    elif train.recompute == "full":
+        backward += whole_layer - layer
+
+    rows = model.padded_vocab_size // tp
+    chunk = min(tokens, chunk_tokens(rows)) * rows
+    loss = tokens * hidden * element + rows * hidden * FP32 + gathered
+    # fp32: the logits, in place all through. bf16: beside their fp32 copy, and a product for the head's gradient.
+    loss += chunk * FP32 if element == FP32 else chunk * (FP32 + element) + rows * hidden * element
+    return Activations(
+        fast_layers=model.num_hidden_layers * layer,
+        exchanges=_kept_by_exchanges(config, element, norm, on_gpu),
+        head=hidden * stream * norm,
+        loss=loss,
+        loss_gradients=2 * (tokens * hidden + rows * hidden) * element,
+        layer_backward=backward,
+        gather_buffer=gathered,
+    )
+
+
+def element_bytes(config: Config) -> int:
+    return 2 if config.train.dtype == "bf16" else FP32
+
+
+def norm_bytes(element: int, on_gpu: bool) -> int:
+    """n: bytes that a norm keeps of each element, its input included."""
+    return 2 * element if on_gpu else 2 * FP32 + element
+
+
+def _kept_by_layer(
+    section: ModelConfig | SlowConfig, recompute: str, tokens: int, stream: int, tp: int, element: int, norm: int
+) -> int:
+    hidden, inner, heads, pairs, size = layer_sizes(section)
+    if recompute == "full":
+        return hidden * stream * element
+    qkv, rotated, query = (heads + 2 * pairs) * size, (heads + pairs) * size, heads * size
+    if recompute == "selective":
+        cut = qkv + query + 3 * inner
+        return 2 * hidden * stream * norm + tokens * element * cut // tp
+    cut = qkv + rotated + 2 * query + 4 * inner
+    return 2 * hidden * stream * norm + tokens * element * cut // tp + FP32 * heads * tokens // tp
+
+
+def _kept_by_exchanges(config: Config, element: int, norm: int, on_gpu: bool) -> int:
+    model, slow, train = config.model, config.slow, config.train
+    if model.variant == "dense" or train.seq_length <= slow.pool_size:
+        return 0
+    blocks = train.seq_length // slow.pool_size
+    tokens = blocks * train.micro_batch_size
+    width, inner = slow.hidden_size, slow.phi_intermediate_size
+    assert width and inner, "filled by Config"
+    layer = _kept_by_layer(slow, train.recompute, tokens, tokens, 1, element, norm)
+    if on_gpu and train.recompute == "none":
+        layer += _kept_by_math_attention(slow, blocks, train.micro_batch_size)
+    norms = (model.hidden_size + width) * tokens * norm
+    phi = tokens * element * (2 * inner + model.hidden_size)
+    return len(slow.exchange_after) * (norms + slow.num_layers * layer + phi)
+
+
+def _kept_by_math_attention(slow: SlowConfig, blocks: int, batch: int) -> int:
+    """torch's plain attention, which the slow path takes on GPUs so that replicas stay equal: B H S^2 weights in fp32.
+
+    Kept: the softmax before and after fully masked rows are put right, and q, k, v in fp32, k and v for every head.
+    """
+    _, _, heads, _, size = layer_sizes(slow)
+    return FP32 * batch * heads * (2 * blocks * blocks + 3 * blocks * size)
