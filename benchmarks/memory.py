@@ -1,7 +1,8 @@
 """Predicted and measured memory of one rank: real runs over gloo on this machine, small models.
 
-    .venv/bin/python benchmarks/memory.py
+    .venv/bin/python benchmarks/memory.py [--alone]
 
+--alone: rank 0 only, its collectives answered by torch's fake process group: the same code and tensors, a quarter of the work.
 Measured is the peak of live tensor bytes of rank 0 over the second and third step: every storage that a torch operation
 returned, the engine's and the optimizer's included, until it is freed. The engine's bucket is made small (300,000
 elements), so that it does not hide the rest. Nothing was fitted to these runs: the terms were counted.
@@ -9,6 +10,8 @@ elements), so that it does not hide the rest. Nothing was fitted to these runs: 
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -150,10 +153,25 @@ def predict(config: Config) -> Memory:
     return memory(config, RANKS // config.parallel.tensor_parallel_size, BUCKET_ELEMENTS, on_gpu=False)
 
 
+def measure_alone(cases: list[tuple[str, Config]]) -> list[int]:
+    """`measure` as rank 0 of `RANKS`, of which no other exists."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    # DeepSpeed asks the environment who it is.
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(RANKS))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    return measure(cases)
+
+
 def main() -> None:
     from tests.ranks import run_ranks
 
-    measured = run_ranks(RANKS, measure, CASES, timeout=1800)[0]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--alone", action="store_true", help="rank 0 only, with a fake process group")
+    alone = parser.parse_args().alone
+    measured = measure_alone(CASES) if alone else run_ranks(RANKS, measure, CASES, timeout=1800)[0]
     print(
         "| run | measured MB | predicted MB | predicted / measured | moment of the peak |",
         "|---|---|---|---|---|",

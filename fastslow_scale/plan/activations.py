@@ -128,16 +128,16 @@ def _kept_by_exchanges(config: Config, element: int, norm: int, on_gpu: bool) ->
     assert width and inner, "filled by Config"
     layer = _kept_by_layer(slow, train.recompute, tokens, tokens, 1, element, norm)
     if on_gpu and train.recompute == "none":
-        layer += _kept_by_math_attention(slow, blocks, train.micro_batch_size)
+        layer += kept_by_math_attention(slow, blocks, train.micro_batch_size)
     norms = (model.hidden_size + width) * tokens * norm
     phi = tokens * element * (2 * inner + model.hidden_size)
     return len(slow.exchange_after) * (norms + slow.num_layers * layer + phi)
 
 
-def _kept_by_math_attention(slow: SlowConfig, blocks: int, batch: int) -> int:
+def kept_by_math_attention(slow: SlowConfig, blocks: int, batch: int) -> int:
     """torch's plain attention, which the slow path takes on GPUs so that replicas stay equal: B H S^2 weights in fp32.
 
-    Kept: the softmax before and after fully masked rows are put right, and q, k, v in fp32, k and v for every head.
+    Kept besides: q, k and v in fp32, k and v for every head. B sequences of S blocks.
     """
     _, _, heads, _, size = layer_sizes(slow)
-    return FP32 * batch * heads * (2 * blocks * blocks + 3 * blocks * size)
+    return FP32 * batch * heads * (blocks * blocks + 3 * blocks * size)

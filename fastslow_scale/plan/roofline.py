@@ -119,6 +119,9 @@ def _forward_bytes(config: Config, on_gpu: bool) -> tuple[float, float]:
         return fast, 0.0
     blocks = train.seq_length // slow.pool_size * train.micro_batch_size
     layers = slow.num_layers * _layer_bytes(slow, blocks, blocks, element, on_gpu)
+    if on_gpu:  # plain attention: scores written, masked, made weights, and read
+        _, _, heads, _, _ = layer_sizes(slow)
+        layers += slow.num_layers * 6 * FP32 * heads * blocks * (train.seq_length // slow.pool_size)
     # The mean reads the stream, the sum after `spread` reads and writes it; phi's inner part is read and written twice.
     ties = 4 * stream * model.hidden_size * element + 4 * blocks * (slow.phi_intermediate_size or 0) * element
     return fast, len(slow.exchange_after) * (layers + ties)

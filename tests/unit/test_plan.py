@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from fastslow_scale.config import Config
 from fastslow_scale.model.model import build_model
 from fastslow_scale.parallel.hardware import GPUS
 from fastslow_scale.parallel.ledger import Traffic
 from fastslow_scale.parallel.mesh import single_process_mesh
-from fastslow_scale.plan.activations import activations
+from fastslow_scale.plan.activations import activations, kept_by_math_attention
 from fastslow_scale.plan.communication import groups_of, planned_traffic, seconds
 from fastslow_scale.plan.engine_state import engine_state, flat_copies
 from fastslow_scale.plan.machine import HOPPER, LATENCY_SECONDS, Machine
@@ -112,6 +114,22 @@ def test_kept_activations_are_what_autograd_saves(recompute: str, dtype: str, va
         train={"seq_length": 128, "dtype": dtype, "recompute": recompute},
     )
     assert activations(config, on_gpu=False).kept == pytest.approx(saved_bytes(config), rel=0.02)
+
+
+def test_plain_attention_keeps_its_weights() -> None:
+    """The slow path's kernel on GPUs, here on the CPU: bf16 in, fp32 inside."""
+    slow = small_config(slow={"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}).slow
+    blocks, batch, size = 24, 3, 32
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    q, k, v = (torch.randn(batch, n, blocks, size, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2))
+    with sdpa_kernel(SDPBackend.MATH), saved_tensors_hooks(keep, lambda tensor: tensor):
+        scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert kept_by_math_attention(slow, blocks, batch) == sum(storage.nbytes() for storage in kept.values())
 
 
 def test_an_engine_of_bf16_holds_zero_s_bytes() -> None:
