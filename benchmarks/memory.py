@@ -2,8 +2,12 @@
 
     .venv/bin/python benchmarks/memory.py [--alone]
 
+<<<<<<< HEAD
 --alone: rank 0 only, its collectives answered by torch's fake process group: the same code and tensors, a quarter of
 the work.
+=======
+--alone: rank 0 only, its collectives answered by torch's fake process group: the same code and tensors, less work.
+>>>>>>> h2
 Measured is the peak of live tensor bytes of rank 0 over the second and third step: every storage that a torch operation
 returned, the engine's and the optimizer's included, until it is freed. The engine's bucket is made small (300,000
 elements), so that it does not hide the rest. Nothing was fitted to these runs: the terms were counted.

@@ -96,7 +96,7 @@ def test_finished_runs_are_only_reported(study: Path, config_file: Path) -> None
     [
         (["--variants", "dense,unshifted"], "variant unshifted is not trained"),
         (["--variants", "dense", "--baseline", "frozen"], "--baseline frozen is none of the arms dense"),
-        (["--variants", ""], "--variants names no variant"),
+        (["--variants", ","], "--variants names no variant"),
         (["--lr-sweep", "1e-3,x"], "--lr-sweep must be numbers"),
         (["--lr-sweep", "inf"], "--lr-sweep must be different learning rates above 0"),
         (["--lr-sweep", "1e-3", "--arm", "x=dense optimizer.lr=1"], "--arm x has an optimizer.lr of its own"),

@@ -197,6 +197,18 @@ def test_the_search_ranks_what_fits_by_its_step() -> None:
     assert f"{loser.time.seconds / found[0].time.seconds - 1:.1%} slower" in why_it_lost(loser, found[0])
 
 
+def test_a_layout_that_does_not_fit_never_wins() -> None:
+    config = big(seq_length=2048, global_batch_size=64)
+    fastest = ranked(config, machine(), BUCKET)[0]
+    found = ranked(config, machine(memory_bytes=fastest.memory.peak - 1), BUCKET)
+    assert found[0].fits
+    assert found[0].time.seconds > fastest.time.seconds
+    fits = [layout.fits for layout in found]
+    assert fits == sorted(fits, reverse=True)
+    last = judge(fastest.config, machine(memory_bytes=1e5), BUCKET)
+    assert f"does not fit: {(last.memory.peak - 1e5) / 1e9:.1f} GB too much" in why_it_lost(last, fastest)
+
+
 def test_what_would_help_names_changes_that_do() -> None:
     config = big(seq_length=2048, global_batch_size=64)
     own = judge(config, machine(), BUCKET)
@@ -204,6 +216,10 @@ def test_what_would_help_names_changes_that_do() -> None:
     between = machine(memory_bytes=(own.memory.peak + full.memory.peak) / 2)
     assert not judge(config, between, BUCKET).fits
     assert "fits with train.recompute=full" in what_would_help(config, between, BUCKET)
+    tight = machine(memory_bytes=min(layout.memory.peak for layout in ranked(config, machine(), BUCKET)) - 1)
+    (more_nodes, memory) = what_would_help(config, tight, BUCKET)
+    assert more_nodes.startswith("fits on 2 nodes, as TP ")
+    assert memory.startswith("fits in ranks with ")
     lines = what_would_help(config, machine(memory_bytes=1e5), BUCKET)
     assert lines[0].startswith("fits on no number of nodes")
     assert lines[1].startswith("fits in ranks with ")
