@@ -56,6 +56,18 @@ class Recorder(NullMonitor):
         self.messages.append(text)
 
 
+class Shown(Exception):
+    """Something of the inside was shown."""
+
+
+class Stopper(Recorder):
+    """Ends the run there, with the weights that were shown."""
+
+    def log_inside(self, step: int, values: Any, loss_by_position: torch.Tensor) -> None:
+        super().log_inside(step, values, loss_by_position)
+        raise Shown
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A model of two exchanges."""
@@ -83,16 +95,18 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 def test_what_is_shown_is_that_of_the_validation_sequences(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """At step 2, which is not logged: nothing that is shown may be left over from an earlier step."""
-    trainer, shown = Trainer(config, single_process_mesh()), Recorder()
+    trainer, shown = Trainer(config, single_process_mesh()), Stopper()
     pad = trainer.validation_data.pad_id
     rows = trainer.validation_data.rows(list(range(4))).long()
     for row, end in ((0, SEQ_LENGTH - 3), (2, 9), (3, 2)):
         rows[row, end:] = pad
     monkeypatch.setattr(loop, "validation_rows", lambda *_: rows)
     try:
-        trainer.run(2, shown)
+        with pytest.raises(Shown):
+            trainer.run(4, shown)
     finally:
         trainer.saver.close()
+    assert [record["step"] for record in shown.steps] == [1], "step 2 is not logged"
     [(step, values, by_position)] = shown.inside
     model = trainer.engine.model
     weights = {name: p.detach().double() for name, p in model.named_parameters()}
