@@ -2,12 +2,7 @@
 
     .venv/bin/python benchmarks/memory.py [--alone]
 
-<<<<<<< HEAD
---alone: rank 0 only, its collectives answered by torch's fake process group: the same code and tensors, a quarter of
-the work.
-=======
 --alone: rank 0 only, its collectives answered by torch's fake process group: the same code and tensors, less work.
->>>>>>> h2
 Measured is the peak of live tensor bytes of rank 0 over the second and third step: every storage that a torch operation
 returned, the engine's and the optimizer's included, until it is freed. The engine's bucket is made small (300,000
 elements), so that it does not hide the rest. Nothing was fitted to these runs: the terms were counted.
@@ -34,6 +29,7 @@ from fastslow_scale.plan.memory import Memory, memory
 
 BUCKET_ELEMENTS = 300_000
 RANKS = 4
+MICRO_BATCHES = 2  # of a step: gradients have to wait for the second
 BASE: dict[str, dict[str, Any]] = {
     "model": {
         "vocab_size": 2048,
@@ -44,7 +40,7 @@ BASE: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "slow": {"pool_size": 8, "exchange_after": [3], "num_layers": 2},
-    "train": {"seq_length": 256, "micro_batch_size": 2, "global_batch_size": 16, "max_steps": 3},
+    "train": {"seq_length": 256, "micro_batch_size": 2, "max_steps": 3},
 }
 
 
@@ -88,6 +84,7 @@ def case(
     tree["model"]["variant"] = variant
     tree["parallel"] = {"tensor_parallel_size": tp, "sequence_parallel": sequence_parallel, "zero_stage": zero}
     tree["train"] |= {"dtype": dtype, "recompute": recompute, **train}
+    tree["train"]["global_batch_size"] = MICRO_BATCHES * tree["train"]["micro_batch_size"] * (RANKS // tp)
     layout = f"TP {tp}{' SP' if sequence_parallel else ''} x DP {RANKS // tp}"
     batch = f"{tree['train']['micro_batch_size']} x {tree['train']['seq_length']}"
     return f"{variant:8} {dtype} {layout:14} ZeRO-{zero} {recompute:9} {batch}", Config.model_validate(tree)
@@ -125,8 +122,10 @@ def measure(cases: list[tuple[str, Config]]) -> list[int]:
     engine_module.BUCKET_ELEMENTS = BUCKET_ELEMENTS
     start_process_group()
     peaks = []
+    mesh = build_mesh(cases[0][1].parallel.tensor_parallel_size)
     for _, config in cases:
-        mesh = build_mesh(config.parallel.tensor_parallel_size)
+        if config.parallel.tensor_parallel_size != mesh.tp_size:
+            mesh = build_mesh(config.parallel.tensor_parallel_size)
         with LiveBytes() as live:
             step = training_step(config, engine_module.Engine(build_model(config, mesh), config, mesh))
             step()
