@@ -9,14 +9,14 @@ ranks), B sequences, tp tensor-parallel ranks, e bytes of an element;
     n                    what a norm keeps of an element: its input and output, 2 e; on CPUs, where torch has no
                          fused norm, x and x/rms in fp32 and the output: 8 + e
 
-    layer, recompute none     2 D s n + t e ((H + 2 K) h + (H + K) h + 2 H h + 4 I) / tp + 4 H t / tp
-                              norms; qkv, its rotated part, q in rows, output; gate_up (2 I), silu, product; log-sums
+    layer, recompute none     2 D s n + t e ((H + 2 K) h + (H + K) h + H h + 4 I) / tp + 4 H t / tp
+                              norms; qkv, its rotated part, output; gate_up (2 I), silu, product; log-sums
     layer, selective          2 D s n + t e ((H + 2 K) h + H h + 3 I) / tp
                               norms; qkv, output; gate_up, product
     layer, full               D s e, its input
     exchange                  D b n + slow layers (tp = 1, s = t = b) + D_slow b n + b e (2 F + D),  b = (T // P) B
 
-tests/unit/test_plan_memory.py holds the layer's sum against what autograd really saves.
+tests/unit/test_plan.py holds the layer's sum against what autograd really saves.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _kept_by_layer(
     if recompute == "selective":
         cut = qkv + query + 3 * inner
         return 2 * hidden * stream * norm + tokens * element * cut // tp
-    cut = qkv + rotated + 2 * query + 4 * inner
+    cut = qkv + rotated + query + 4 * inner
     return 2 * hidden * stream * norm + tokens * element * cut // tp + FP32 * heads * tokens // tp
 
 
