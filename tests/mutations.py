@@ -153,15 +153,8 @@ BREAKS = [
     Break(
         "attention sees what follows",
         "fastslow_scale/model/attention.py",
-        "F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)",
-        "F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)",
-        MODEL,
-    ),
-    Break(
-        "window one token too wide",
-        "fastslow_scale/model/attention.py",
-        "(distance < window)",
-        "(distance <= window)",
+        "F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != groups)",
+        "F.scaled_dot_product_attention(q, k, v, enable_gqa=heads != groups)",
         MODEL,
     ),
     Break(
