@@ -61,6 +61,19 @@ class Browser:
         wait.until(lambda _: all(text in self.text() for text in texts), f"{address} never showed all of {texts}")
         return self.text()
 
+    def row(self, heading: str, name: str, cells: int) -> list[str]:
+        """Wait for the first row below a table's last heading; its cells, the name first."""
+        found: list[str] = []
+
+        def is_there(_: object) -> bool:
+            lines = self.text().splitlines()
+            start = lines.index(heading) + 1 if heading in lines else len(lines)
+            found[:] = lines[start : start + cells]
+            return len(found) == cells and found[0] == name
+
+        WebDriverWait(self.driver, SECONDS).until(is_there, f"no row {name} below {heading}")
+        return found
+
     def until(self, script: str) -> None:
         """Wait until this JavaScript returns true."""
         WebDriverWait(self.driver, SECONDS).until(lambda driver: driver.execute_script(script), script)
