@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from data_pipeline.errors import UserError
 from data_pipeline.files import write_durably
 from fastslow_scale.config import Config
@@ -133,7 +135,18 @@ def open_study(study: Study) -> None:
         if before.get(key) != now[key]:
             raise UserError(f"{path} says {key} = {before.get(key)}, now it is {now[key]}: choose another --output")
     for section, values in now["config"].items():
-        old = before["config"].get(section)
-        if old != values:
-            key = next((k for k in values if not isinstance(old, dict) or old.get(k) != values[k]), "")
-            raise UserError(f"{study.output} holds a study with another {section}.{key}: choose another --output")
+        other = _first_difference(section, before["config"].get(section), values)
+        if other:
+            raise UserError(f"{study.output} holds a study with another {section}.{other}: choose another --output")
+
+
+def _first_difference(section: str, before: Any, now: dict[str, Any]) -> str | None:
+    """A key with another value. One that `before` lacks is younger than the study, which had its default."""
+    if not isinstance(before, dict):
+        return next(iter(now))
+    fields: dict[str, FieldInfo] = Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+    for key in sorted(now.keys() | before.keys()):
+        default = fields[key].get_default(call_default_factory=True) if key in fields else None
+        if key not in now or before.get(key, default) != now[key]:
+            return key
+    return None

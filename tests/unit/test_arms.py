@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -97,8 +98,15 @@ def test_a_study_keeps_what_was_decided_before_its_first_run(tmp_path: Path) -> 
     ):
         with pytest.raises(UserError, match=words):
             open_study(changed)
+    kept = tmp_path / "out" / "study.json"
+    young = json.loads(kept.read_text())
+    assert young["config"]["train"].pop("recompute") == "none"
+    kept.write_text(json.dumps(young))  # as an earlier version wrote it, which had no such key
+    open_study(study())
+    with pytest.raises(UserError, match=r"a study with another train\.recompute"):
+        open_study(study("train.recompute=full"))
     for damaged in ("{", "[]", '{"config": null}'):
-        (tmp_path / "out" / "study.json").write_text(damaged)
+        kept.write_text(damaged)
         with pytest.raises(UserError, match="is damaged"):
             open_study(study())
 
