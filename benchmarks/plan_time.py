@@ -66,7 +66,8 @@ def measured(config: Any) -> float:
 def main() -> None:
     import torch
 
-    from fastslow_scale.plan.machine import NETWORK_GBITS, machine_for
+    from fastslow_scale.parallel.hardware import NETWORK_GBITS
+    from fastslow_scale.plan.machine import machine_for
     from fastslow_scale.plan.roofline import step_time
     from fastslow_scale.train.engine import BUCKET_ELEMENTS
 

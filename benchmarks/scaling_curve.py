@@ -14,7 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fastslow_scale.config_file import load_config
-from fastslow_scale.plan.machine import NETWORK_GBITS, machine_for
+from fastslow_scale.parallel.hardware import NETWORK_GBITS
+from fastslow_scale.plan.machine import machine_for
 from fastslow_scale.plan.search import Candidate, judge
 from fastslow_scale.train.engine import BUCKET_ELEMENTS
 

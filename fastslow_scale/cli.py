@@ -17,6 +17,7 @@ from fastslow_scale.cli_arguments import ConfigPath, Overrides
 from fastslow_scale.config_file import load_config
 from fastslow_scale.errors import RunError
 from fastslow_scale.launch.ending import exit_status
+from fastslow_scale.parallel.hardware import NETWORK_GBITS
 from fastslow_scale.study.cli import app as study_app
 
 app = typer.Typer(
@@ -292,7 +293,7 @@ def plan(
     ] = "h100",
     network_gbits: Annotated[
         float, typer.Option(min=0.001, help="Of one node's network, in one direction. Default: 8 adapters of 400 Gb/s.")
-    ] = 3200.0,
+    ] = NETWORK_GBITS,
     output: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Where the numbers go, too.")] = None,
 ) -> None:
     """Predict memory, messages, speed and cost of a run, and the fastest layout that fits; nothing is run.

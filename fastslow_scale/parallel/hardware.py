@@ -18,6 +18,10 @@ BLACKWELL_SHEET = "https://resources.nvidia.com/en-us-blackwell-architecture/dat
 L40S_SHEET = "https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413"
 
 
+NETWORK_GBITS = 3200.0
+"""Of one node, in one direction: eight adapters of 400 Gb/s, as in DGX H100 and its like."""
+
+
 @dataclass(frozen=True)
 class Gpu:
     """One GPU's peaks.

@@ -15,9 +15,6 @@ from fastslow_scale.config import Config
 from fastslow_scale.monitor.peak import measured_flops
 from fastslow_scale.parallel.hardware import GPUS
 
-NETWORK_GBITS = 3200.0
-"""Of one node, in one direction: eight adapters of 400 Gb/s, as in DGX H100 and its like."""
-
 USABLE_MEMORY = 0.92
 """Share of a GPU's memory that tensors may take; the rest is for the CUDA context, NCCL, cuBLAS and gaps. Assumed, not
 measured."""
