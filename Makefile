@@ -9,6 +9,8 @@ DEMO_PROMPT := In the beginning
 
 # Further arguments for pytest: make test PYTEST_ARGS="-k mesh"
 PYTEST_ARGS ?=
+# Tests that start ranks wait much; those of one process run beside them (tests/conftest.py says which).
+SIDE_BY_SIDE := -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint format tensorboard clean
@@ -69,7 +71,7 @@ format: $(READY)  ## sort imports and lay the code out
 	$(VENV)/bin/ruff format .
 
 test: lint  ## lint, then all tests but the slow ones
-	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not slow" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 # 5 is pytest's "nothing collected": no fault as long as no test is slow.
 test-all: $(READY)  ## the slow tests

@@ -26,6 +26,7 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 
 def engine(config: Config) -> tuple[Step, int]:
     """What the training loop does between two batches, at TP=1: labels, schedule, DeepSpeed, guard, stop signal."""
+    from fastslow_scale.model.compiled import compile_inner_parts
     from fastslow_scale.model.model import build_model
     from fastslow_scale.train.batch import count_valid, inputs_and_labels, mean_loss
     from fastslow_scale.train.engine import Engine
@@ -34,7 +35,10 @@ def engine(config: Config) -> tuple[Step, int]:
     from fastslow_scale.train.schedule import learning_rate
 
     mesh = single_process_mesh()
-    engine, guard = Engine(build_model(config, mesh), config, mesh), Guard(config.train)
+    model = build_model(config, mesh)
+    if config.train.compile:
+        compile_inner_parts(model)
+    engine, guard = Engine(model, config, mesh), Guard(config.train)
     steps = 0
 
     def step(rows: torch.Tensor) -> None:

@@ -8,8 +8,8 @@ Every variant lives in a process of its own and they take turns (benchmarks/inte
 median over the rounds of (step time of the variant / step time of the first variant, same round). The share of the
 peak is that of the matrix products that the model asks for (fastslow_scale/model/flops.py), against what the machine's
 matrix products reach just before each turn; of a known GPU, against its data sheet. Own memory is the most that the
-process held, less what it held after its imports; on a GPU, what torch had allocated there. A variant that cannot run
-has a row that says why.
+process held, less what it held after its imports; on a GPU, what torch had allocated there. Planned is what `fastslow
+plan` predicts of the tensors, without `train.compile`. A variant that cannot run has a row that says why.
 
 The other libraries are those of .venv, but for litgpt: `--install` puts it into .venv-peers, beside the torch of .venv.
 """
@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
 import torch
+import yaml
 
 from benchmarks.interleave import SEED, Built, Failed, Memory, Turn, Worker, paired, processor, take_turns
 from fastslow_scale.config import Config
@@ -47,11 +48,12 @@ SHAPE = {
     "model": {
         "vocab_size": 4096,
         "hidden_size": 256,
-        "intermediate_size": 688,
-        "num_hidden_layers": 8,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
         "num_attention_heads": 4,
     },
     "slow": {"pool_size": 8, "num_layers": 2},
+    "parallel": {"zero_stage": 0},
     "train": {"seq_length": 512, "micro_batch_size": 8, "global_batch_size": 8, "max_steps": 100_000},
 }
 
@@ -69,6 +71,10 @@ class Variant:
 OURS = ("fastslow_scale.train.loop", "deepspeed")
 VARIANTS = {
     "dense": Variant("ours, dense", "engine", imports=OURS),
+    "dense_compiled": Variant(
+        "ours, dense, train.compile", "engine", ("model.variant=dense", "train.compile=true"), OURS
+    ),
+    "dense_zero1": Variant("ours, dense, ZeRO-1", "engine", ("model.variant=dense", "parallel.zero_stage=1"), OURS),
     "coupled": Variant("ours, coupled", "engine", ("model.variant=coupled",), OURS),
     "coupled_p32": Variant("ours, coupled", "engine", ("model.variant=coupled", "slow.pool_size=32"), OURS),
     "matched": Variant("ours, dense with the coupled model's parameters", "engine", imports=OURS),
@@ -100,7 +106,7 @@ class Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--install", action="store_true", help=f"install {LITGPT[0]} into .venv-peers, and end")
-    parser.add_argument("--config", help="shapes and batch of this run, on one rank (default: 8.4M parameters)")
+    parser.add_argument("--config", help="shapes and batch of this run, on one rank (default: 7.2M parameters)")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="of %(default)s; the first is the reference")
     parser.add_argument("--lengths", help="of the sequences (default: 512, or the config's)")
     parser.add_argument("--tokens", type=int, help="of a step (default: 4096, or a micro-batch of the config)")
@@ -162,7 +168,7 @@ def config_of(base: Config, name: str, length: int, sequences: int) -> Config:
         for change in changes:
             where, _, value = change.partition("=")
             section, _, key = where.partition(".")
-            tree[section][key] = int(value) if value.isdigit() else value
+            tree[section][key] = yaml.safe_load(value)
         return Config.model_validate(tree)
 
     if name == "matched":
@@ -247,11 +253,11 @@ def print_table(rows: list[Row], threads: int, options: argparse.Namespace, load
         f"| step time / {title_of(rows[0])} | quartiles | CPU ratio | share of the peak | tokens/s | own memory, MB |",
         end="",
     )
-    print(" parameters | variant |", "|---|---|---|---|---|---|---|---|", sep="\n")
+    print(" planned, MB | parameters | variant |", "|---|---|---|---|---|---|---|---|---|", sep="\n")
     first = rows[0].found
     for row in rows:
         if isinstance(row.found, Failed):
-            print(f"| - | - | - | - | - | - | - | {title_of(row)}: {row.found} |")
+            print(f"| - | - | - | - | - | - | - | - | {title_of(row)}: {row.found} |")
             continue
         ratios = ["-", "-", "-"]
         if not isinstance(first, Failed):
@@ -266,10 +272,21 @@ def print_table(rows: list[Row], threads: int, options: argparse.Namespace, load
             f"{share:.3f}",
             f"{speed:.0f}",
             f"{memory:.0f}",
+            planned_memory(row, on_gpu),
             f"{row.about['parameters']:,}",
             title_of(row),
         ]
         print(f"| {' | '.join(cells)} |")
+
+
+def planned_memory(row: Row, on_gpu: bool) -> str:
+    """What `fastslow plan` predicts of the tensors, in MB; of our whole path only."""
+    from fastslow_scale.plan.memory import memory
+    from fastslow_scale.train.engine import BUCKET_ELEMENTS
+
+    if VARIANTS[row.name].loop != "engine":
+        return "-"
+    return f"{memory(row.config, 1, BUCKET_ELEMENTS, on_gpu).peak / 1e6:.0f}"
 
 
 def title_of(row: Row) -> str:

@@ -1,25 +1,30 @@
 """Predicted and measured seconds of one step on this machine's CPU, one rank, at a few sizes.
 
-    .venv/bin/python benchmarks/plan_time.py
+    .venv/bin/python benchmarks/plan_time.py [--rounds N]
 
-The machine must be quiet: the plan measures its peaks first, the steps follow, and what else runs disturbs one more
-than the other. The first size was used to set `CPU` in fastslow_scale/plan/machine.py, the others were not.
+All sizes take turns. Before each step the plan measures this machine's peaks anew: what slows the machine for a while
+slows both. A ratio is the median over the rounds. Only the first size, dense, was used to set `CPU` in
+fastslow_scale/plan/machine.py: the last line says which shares of the peaks it reached here.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.interleave import processor, quartiles
 from fastslow_scale.launch.local import rank_environment
 
-STEPS = 5
+WARMUP_STEPS = 2
+PRODUCTS = ("aten::mm", "aten::addmm_", "aten::addmm", "aten::bmm")
 SIZES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("10M, 4 x 256 tokens", {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8}, {}),
     ("10M, 8 x 256 tokens", {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8}, {"rows": 8}),
@@ -46,8 +51,8 @@ def config_of(model: dict[str, Any], sizes: dict[str, Any], variant: str) -> Any
     return Config.model_validate({"model": heads | model, "slow": {"num_layers": 2}, "train": train})
 
 
-def measured(config: Any) -> float:
-    """Median seconds of a step after two to warm up."""
+def step_of(config: Any) -> Callable[[], float]:
+    """One step on random tokens, warmed up; it gives its seconds."""
     from benchmarks.memory import training_step
     from fastslow_scale.model.model import build_model
     from fastslow_scale.parallel.mesh import single_process_mesh
@@ -55,12 +60,34 @@ def measured(config: Any) -> float:
 
     mesh = single_process_mesh()
     step = training_step(config, Engine(build_model(config, mesh), config, mesh))
-    spent = []
-    for _ in range(2 + STEPS):
+
+    def timed() -> float:
         start = time.perf_counter()
         step()
-        spent.append(time.perf_counter() - start)
-    return statistics.median(spent[2:])
+        return time.perf_counter() - start
+
+    for _ in range(WARMUP_STEPS):
+        timed()
+    return timed
+
+
+def seconds_of_kinds(step: Callable[[], float]) -> dict[str, float]:
+    """Where the seconds of one step go: matrix products, attention, all else by the memory that it moves."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        whole = step()
+    spent = {event.key: event.self_cpu_time_total * 1e-6 for event in profiler.key_averages()}
+    products = sum(spent.get(name, 0.0) for name in PRODUCTS)
+    attention = sum(seconds for name, seconds in spent.items() if "scaled_dot_product" in name)
+    return {"matmul": products, "attention": attention, "memory": whole - products - attention}
+
+
+def shares_reached(expected: Any, machine: Any, spent: dict[str, float]) -> dict[str, float]:
+    """The shares of the peaks with which the plan would have predicted these seconds, of a dense model."""
+    products, attention = expected.parts["products of the fast path"], expected.parts["attention"]
+    planned = {"matmul": products, "attention": attention, "memory": expected.seconds - products - attention}
+    return {kind: getattr(machine.efficiency, kind) * planned[kind] / spent[kind] for kind in spent}
 
 
 def main() -> None:
@@ -71,16 +98,39 @@ def main() -> None:
     from fastslow_scale.plan.roofline import step_time
     from fastslow_scale.train.engine import BUCKET_ELEMENTS
 
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="steps of each size (default: %(default)s)")
+    rounds = parser.parse_args().rounds
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    print(f"load average before the start: {os.getloadavg()[0]:.1f}\n")
-    print("| run | measured s | predicted s | predicted / measured |", "|---|---|---|---|", sep="\n")
-    for name, model, sizes in SIZES:
-        for variant in ("dense", "coupled"):
-            config = config_of(model, sizes, variant)
+    load = os.getloadavg()[0]
+    configs = {
+        f"{variant}, {name}": config_of(model, sizes, variant)
+        for name, model, sizes in SIZES
+        for variant in ("dense", "coupled")
+    }
+    steps = {name: step_of(config) for name, config in configs.items()}
+    measured: dict[str, list[float]] = {name: [] for name in configs}
+    predicted: dict[str, list[float]] = {name: [] for name in configs}
+    reached: list[dict[str, float]] = []
+    for _ in range(rounds):
+        for number, (name, config) in enumerate(configs.items()):
             machine = machine_for(config, "cpu", 1, 1, NETWORK_GBITS)
-            expected = step_time(config, machine, BUCKET_ELEMENTS).seconds
-            took = measured(config)
-            print(f"| {variant}, {name} | {took:.3f} | {expected:.3f} | {expected / took:.2f} |", flush=True)
+            expected = step_time(config, machine, BUCKET_ELEMENTS)
+            predicted[name].append(expected.seconds)
+            measured[name].append(steps[name]())
+            if number == 0:
+                reached.append(shares_reached(expected, machine, seconds_of_kinds(steps[name])))
+    print(
+        f"{processor()}, {torch.get_num_threads()} threads, {rounds} rounds, load average before the start {load:.1f}\n"
+    )
+    print("| run | predicted / measured | quartiles | measured s | predicted s |", "|---|---|---|---|---|", sep="\n")
+    for name in configs:
+        low, middle, high = quartiles([a / b for a, b in zip(predicted[name], measured[name], strict=True)])
+        both = f"{statistics.median(measured[name]):.3f} | {statistics.median(predicted[name]):.3f}"
+        print(f"| {name} | {middle:.2f} | {low:.2f} - {high:.2f} | {both} |")
+    shares = {kind: statistics.median(row[kind] for row in reached) for kind in reached[0]}
+    first = next(iter(configs))
+    print(f"\n{first}, reaches of the peaks: " + ", ".join(f"{kind} {share:.2f}" for kind, share in shares.items()))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What all tests share: no silent skips when asked, one thread a process, no network."""
+"""What all tests share: no silent skips when asked, one thread a process, no network, what may run side by side."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a skipped test makes the whole run fail")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n 2 --dist loadgroup`: tests that start ranks one after another, beside them the files of the others."""
+    for item in items:
+        one_process = item.get_closest_marker("unit")
+        item.add_marker(pytest.mark.xdist_group(Path(item.path).stem if one_process else "ranks"))
 
 
 @pytest.hookimpl(trylast=True)

@@ -45,6 +45,7 @@ class Break:
 COLLECTIVES, COUPLING = "fastslow_scale/parallel/collectives.py", "fastslow_scale/model/coupling.py"
 STATISTICS = "fastslow_scale/study/statistics.py"
 WINDOW, WINDOW_TEST = "fastslow_scale/model/window.py", "tests/unit/test_window.py"
+COMPILED, COMPILED_TEST = "fastslow_scale/model/compiled.py", "tests/unit/test_compiled.py"
 HF_MODEL = "fastslow_scale/inference/hf/modeling_fastslow.py"
 HF_TOKENIZER = "fastslow_scale/inference/hf/tokenization_fastslow.py"
 IMPORT = "fastslow_scale/inference/import_llama.py"
@@ -469,9 +470,31 @@ BREAKS = [
     Break(
         "a loss that holds all the logits",
         "fastslow_scale/model/loss.py",
-        "return max(16, CHUNK_ELEMENTS // rows)",
+        "return max(FEWEST_TOKENS, CHUNK_ELEMENTS // rows)",
         "return 10**9",
         LOSS,
+    ),
+    Break(
+        "norms left out of `train.compile`",
+        COMPILED,
+        "module.normalize = normalize",
+        "module.normalize = rms_norm",
+        COMPILED_TEST,
+    ),
+    Break(
+        "the standard error of another metric of a task",
+        "fastslow_scale/inference/evaluate_tasks.py",
+        'values.get(f"{name}_stderr,{answers}")',
+        'values.get(f"acc_norm_stderr,{answers}")',
+        "tests/unit/test_evaluate_tasks.py::test_the_standard_error_is_that_of_a_mean",
+    ),
+    Break(
+        "tasks answered by an export whose gates are shut",
+        "fastslow_scale/inference/evaluate_tasks.py",
+        "return model.float().to(local_device()).eval(), tokenizer",
+        "[p.data.zero_() for name, p in model.named_parameters() if name.endswith('.gate')]\n    "
+        "return model.float().to(local_device()).eval(), tokenizer",
+        "tests/unit/test_evaluate_tasks.py::test_perplexity_is_that_of_our_own_sum",
     ),
     Break(
         "an export receives its own block's answer",

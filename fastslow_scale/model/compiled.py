@@ -16,6 +16,7 @@ from torch import nn
 from data_pipeline.errors import UserError
 from fastslow_scale.model.attention import Attention, queries_keys_values
 from fastslow_scale.model.layers import MLP, swiglu
+from fastslow_scale.model.norm import RMSNorm, rms_norm
 
 
 def compile_inner_parts(model: nn.Module) -> None:
@@ -29,12 +30,14 @@ def compile_inner_parts(model: nn.Module) -> None:
     """
     if not shutil.which("g++"):
         raise UserError("train.compile needs the C++ compiler g++, which was not found")
-    prepare, activate = _in_training(queries_keys_values), _in_training(swiglu)
+    prepare, activate, normalize = map(_in_training, (queries_keys_values, swiglu, rms_norm))
     for module in model.modules():
         if isinstance(module, Attention):
             module.prepare = prepare
         elif isinstance(module, MLP):
             module.activate = activate
+        elif isinstance(module, RMSNorm):
+            module.normalize = normalize
 
 
 def _in_training(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 IGNORE = -100
 CHUNK_ELEMENTS = 2**22
+FEWEST_TOKENS = 256
+"""Of a chunk, however many logits they have: each chunk passes over the gradient of the whole weight once."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class VocabularySlice:
 
 
 def chunk_tokens(rows: int) -> int:
-    """Tokens whose fp32 logits over `rows` vocabulary entries take at most 16 MB."""
-    return max(16, CHUNK_ELEMENTS // rows)
+    """Tokens whose fp32 logits over `rows` vocabulary entries take at most 16 MB, but not fewer than 256."""
+    return max(FEWEST_TOKENS, CHUNK_ELEMENTS // rows)
 
 
 def cross_entropy_sum(

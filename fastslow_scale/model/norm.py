@@ -9,6 +9,11 @@ from torch import nn
 from fastslow_scale.parallel.collectives import Group, complete_grad
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """w * x / sqrt(mean(x^2) + eps), over the last dimension."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
 class RMSNorm(nn.Module):
     """norm(x) = w * x / sqrt(mean(x^2) + eps), over the last dimension.
 
@@ -21,6 +26,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
         self.eps = eps
         self.group = group
+        self.normalize = rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, complete_grad(self.weight, self.group), self.eps)
+        return self.normalize(x, complete_grad(self.weight, self.group), self.eps)

@@ -136,6 +136,21 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(
 
 
 @pytest.mark.slow
+def test_compiled_kernels_are_the_same_after_a_resume(config_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "whole"
+    fastslow("train", config_file, "train.compile=true", f"train.run_dir={run}")
+    resumed = Path(shutil.copytree(run, tmp_path / "resumed"))
+    for step in (8, 12):
+        shutil.rmtree(resumed / "checkpoints" / f"step_{step:08d}")
+    (resumed / "checkpoints" / "latest").write_text("step_00000004\n")
+    output = fastslow("train", config_file, "train.compile=true", f"train.run_dir={resumed}")
+    assert f"resuming from {resumed / 'checkpoints' / 'step_00000004'}" in output
+    assert exact(resumed) == exact(run)
+    for key, tensor in weights(run, 12).items():
+        assert torch.equal(weights(resumed, 12)[key], tensor), key
+
+
+@pytest.mark.slow
 def test_damage_is_named_and_passed_over(config_file: Path, uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
     run = Path(shutil.copytree(uninterrupted[0], tmp_path / "damaged"))
     oldest, shardless, newest = (run / "checkpoints" / f"step_{step:08d}" for step in (4, 8, 12))
