@@ -51,6 +51,7 @@ def train(
     """
     from fastslow_scale.launch.job import job_environment, joined_job
     from fastslow_scale.launch.local import launch
+    from fastslow_scale.launch.signals import goes_on
     from fastslow_scale.monitor.wandb_log import refuse_missing_wandb
     from fastslow_scale.train import worker
     from fastslow_scale.train.batch import open_data
@@ -59,9 +60,9 @@ def train(
     given = overrides or []
     if joined_job():
         os.environ.update(job_environment())
+        refuse_restarts(int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)), resume)
         raise typer.Exit(worker.run(config, given, resume))
-    if max_restarts and resume != "auto":
-        raise UserError(f"--max-restarts goes on from the newest checkpoint: it needs --resume auto (got {resume})")
+    refuse_restarts(max_restarts, resume)
     tree = load_config(config, given)
     ranks = nproc if nproc is not None else tree.parallel.tensor_parallel_size
     tree.data_parallel_size(ranks)
@@ -69,7 +70,14 @@ def train(
     refuse_other_run(tree)
     refuse_missing_wandb(tree)
     open_data(tree)
-    raise typer.Exit(launch(ranks, "fastslow_scale.train.worker", [config, *given, "--resume", resume], max_restarts))
+    arguments = [config, *given, "--resume", resume]
+    raise typer.Exit(launch(ranks, "fastslow_scale.train.worker", arguments, max_restarts, goes_on(resume)))
+
+
+def refuse_restarts(max_restarts: int, resume: str) -> None:
+    """A restart with another --resume would begin where this start began, and lose what it saved."""
+    if max_restarts and resume != "auto":
+        raise UserError(f"--max-restarts goes on from the newest checkpoint: it needs --resume auto (got {resume})")
 
 
 @app.command()

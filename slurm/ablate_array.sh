@@ -4,8 +4,8 @@
 #   sbatch --array=0-8 slurm/ablate_array.sh CONFIG --variants dense,frozen,coupled --seeds 3 --output runs/study \
 #       [section.key=value ...]
 #
-# The array needs as many tasks as there are runs, here 3 x 3; the arguments are those of `fastslow ablate`. When all have
-# ended, the same arguments give the report: .venv/bin/fastslow ablate CONFIG --variants ... Runs with the same seed are
+# The array needs as many tasks as there are runs, here 3 x 3; the arguments are those of `fastslow ablate`, without
+# --lr-sweep. When all have ended, the same arguments give the report: .venv/bin/fastslow ablate CONFIG --variants ... Runs with the same seed are
 # paired: equal fast weights at the start, equal batches at every step. Variables as in slurm/pretrain_1b.sh.
 #
 #SBATCH --job-name=fastslow-ablate

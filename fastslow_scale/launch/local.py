@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from data_pipeline.errors import UserError
-from fastslow_scale.launch.signals import EXIT_INTERRUPTED, EXIT_START_AGAIN, STOP_SIGNALS
+from fastslow_scale.launch.signals import EXIT_INTERRUPTED, EXIT_START_AGAIN, STOP_SIGNALS, THE_SAME_COMMAND
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -37,25 +37,28 @@ SHUTDOWN_SECONDS = 10
 FIRST_INTERRUPT = b"stopping; a second SIGINT ends the ranks at once\n"
 
 
-def launch(nproc: int, module: str, arguments: Sequence[str] = (), max_restarts: int = 0) -> int:
+def launch(
+    nproc: int, module: str, arguments: Sequence[str] = (), max_restarts: int = 0, goes_on: str = THE_SAME_COMMAND
+) -> int:
     """Run `python -m module *arguments` as `nproc` ranks on this machine; return the exit code to end with.
 
     0: all ranks ended well. 2: a rank raised `UserError` (its line is printed, once) or exited with 2. 75: the ranks
     ask to be started again, as they do after a signal. 130: a second SIGINT ended them at once. 1: anything else; the
     error of the rank that failed first is printed last, and up to `max_restarts` times all ranks are started again.
+    `goes_on` tells the user what to do after a 75.
     Call it from the main thread: it hands the stop signals that this process is sent on to the ranks.
     """
     if nproc < 1:
         raise UserError(f"the number of ranks must be at least 1 (got {nproc})")
     for restart in range(1, max_restarts + 1):
-        code = _launch_once(nproc, module, arguments)
+        code = _launch_once(nproc, module, arguments, goes_on)
         if code != EXIT_FAILED:
             return code
         print(f"starting all ranks again ({restart} of {max_restarts})", file=sys.stderr)
-    return _launch_once(nproc, module, arguments)
+    return _launch_once(nproc, module, arguments, goes_on)
 
 
-def _launch_once(nproc: int, module: str, arguments: Sequence[str]) -> int:
+def _launch_once(nproc: int, module: str, arguments: Sequence[str], goes_on: str) -> int:
     with (
         tempfile.TemporaryDirectory(prefix="fastslow_ranks_") as log_dir,
         _environment(rank_environment(nproc)),
@@ -83,7 +86,7 @@ def _launch_once(nproc: int, module: str, arguments: Sequence[str]) -> int:
             if signals.interrupts > 1:
                 print("ended by a second SIGINT", file=sys.stderr)
                 return EXIT_INTERRUPTED
-            return _explain(_first_failure(error.failures))
+            return _explain(_first_failure(error.failures), goes_on)
     return EXIT_OK
 
 
@@ -154,7 +157,7 @@ def _first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, Process
     return min(failures.items(), key=when)
 
 
-def _explain(first_failure: tuple[int, ProcessFailure]) -> int:
+def _explain(first_failure: tuple[int, ProcessFailure], goes_on: str) -> int:
     """Print what happened in the rank that failed first, unless it said so itself; return the exit code."""
     rank, failure = first_failure
     reason = failure.error_file_data
@@ -165,7 +168,7 @@ def _explain(first_failure: tuple[int, ProcessFailure]) -> int:
         hint = " (by hand, or for want of memory)" if failure.exitcode == -signal.SIGKILL else ""
         print(f"error: rank {rank} was killed by {failure.signal_name()}{hint}", file=sys.stderr)
     elif failure.exitcode == EXIT_START_AGAIN:
-        print(f"stopped; the same command goes on from here (exit status {EXIT_START_AGAIN})", file=sys.stderr)
+        print(f"stopped; {goes_on} (exit status {EXIT_START_AGAIN})", file=sys.stderr)
     elif failure.exitcode != EXIT_BAD_INPUT:
         print(f"error: rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
     return failure.exitcode if failure.exitcode in (EXIT_BAD_INPUT, EXIT_START_AGAIN) else EXIT_FAILED

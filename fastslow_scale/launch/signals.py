@@ -15,6 +15,13 @@ EXIT_START_AGAIN = 75
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """What clusters send before they take a node away, and Ctrl-C."""
 
+THE_SAME_COMMAND = "the same command goes on from here"
+
+
+def goes_on(resume: str) -> str:
+    """How to go on after exit status 75, for a command that was given this --resume."""
+    return THE_SAME_COMMAND if resume == "auto" else "the same command with --resume auto goes on from here"
+
 
 def start_again_on_signal() -> None:
     """While a rank starts up, a stop signal ends it at once."""

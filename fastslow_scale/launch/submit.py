@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import sys
@@ -70,6 +71,12 @@ class Plan:
     @property
     def folder(self) -> Path:
         return (self.config.train.run_dir / FOLDER).absolute()
+
+    @property
+    def snapshot(self) -> Path:
+        """Where the job finds its config. Named by its content: jobs queued with another one keep theirs."""
+        name = hashlib.sha256(self.config.to_yaml().encode()).hexdigest()[:8]
+        return self.folder / f"config-{name}.yaml"
 
     def lines(self) -> list[str]:
         request, train = self.request, self.config.train
@@ -170,7 +177,7 @@ def check_cluster(plan: Plan) -> None:
 
 def make_executor(plan: Plan) -> Any:
     """submitit's executor for this plan. Its parameters are the job's script."""
-    request, folder, config = plan.request, plan.folder, plan.folder / "config.yaml"
+    request, folder, config = plan.request, plan.folder, plan.snapshot
     python = shlex.quote(sys.executable)
     minutes = minutes_of(request.time)
     if not minutes:
@@ -236,11 +243,11 @@ def refuse_by_slurm(plan: Plan, text: str) -> None:
 def queue(plan: Plan, executor: Any) -> list[str]:
     """Write the snapshot and queue the job, or the chain of them; returns their ids.
 
-    The jobs train from the snapshot: what happens to the config file later does not reach them.
+    The jobs train from the snapshot: what happens to the config file, or is queued later, does not reach them.
     """
     try:
         plan.folder.mkdir(parents=True, exist_ok=True)
-        write_durably(plan.folder / "config.yaml", plan.config.to_yaml().encode())
+        write_durably(plan.snapshot, plan.config.to_yaml().encode())
         write_durably(plan.folder / "versions", "".join(f"{line}\n" for line in versions()).encode())
     except OSError as error:
         raise UserError(f"train.run_dir {plan.config.train.run_dir} cannot be written: {error.strerror}") from None
@@ -249,7 +256,7 @@ def queue(plan: Plan, executor: Any) -> list[str]:
         if jobs:
             executor.update_parameters(dependency=f"afterany:{jobs[-1]}")
         try:
-            jobs.append(executor.submit(TrainingJob(str(plan.folder / "config.yaml"))).job_id)
+            jobs.append(executor.submit(TrainingJob(str(plan.snapshot))).job_id)
         except submitit.core.utils.FailedJobError as error:
             raise UserError(f"SLURM refuses the job: {str(error).strip().splitlines()[-1]}") from None
     return jobs

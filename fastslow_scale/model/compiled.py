@@ -1,7 +1,7 @@
 """The parts between matrix products as compiled kernels (`train.compile`).
 
-These are two pure functions of this rank's own tensors, without weights, collectives or attention: so each is one
-graph, the same for every layer, layout and ZeRO stage.
+These are three pure functions of this rank's own tensors, without collectives or attention: so each is one graph, the
+same for every layer, layout and ZeRO stage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def compile_inner_parts(model: nn.Module) -> None:
     """
     if not shutil.which("g++"):
         raise UserError("train.compile needs the C++ compiler g++, which was not found")
-    prepare, activate, normalize = map(_in_training, (queries_keys_values, swiglu, rms_norm))
+    prepare, activate = _in_training(queries_keys_values), _in_training(swiglu)
+    normalize = _in_training(rms_norm)
     for module in model.modules():
         if isinstance(module, Attention):
             module.prepare = prepare

@@ -27,7 +27,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around one step; the trace is written after the last one."""
+        """Around one step."""
         if number == self._first:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
             self._profile = profile(activities=activities)
@@ -36,6 +36,10 @@ class Profiler:
             yield
         if number == self._last and self._profile is not None:
             self._profile.stop()
+
+    def write_after(self, number: int) -> None:
+        """Write the trace after the last of its steps, which takes seconds."""
+        if number == self._last and self._profile is not None:
             self._path.parent.mkdir(exist_ok=True)
             self._profile.export_chrome_trace(str(self._path))
             self._monitor.message(f"profile of steps {self._first} to {self._last}: {self._path}")

@@ -3,8 +3,8 @@
 One rank, one micro-batch; notation of `activations.py`. Forward work F, then backward 2 F, then what is recomputed:
 
     products     fast layers and head / tp, exchanges whole; full recomputation repeats the layers
-    attention    kernels of causal attention skip the masked half of what `model/flops.py` counts; their backward is 2.5
-                 forwards (it makes the scores again, arXiv 2205.14135)
+    attention    kernels of causal attention skip the masked half of T x T; of a window W, chunks of C queries meet W+C
+                 keys (`model/window.py`); the backward is 2.5 forwards (it makes the scores again, arXiv 2205.14135)
     element-wise bytes read and written by norms, residual sums, rotation, SwiGLU (`_layer_bytes`); backward twice
     loss         12 passes over fp32 logits of t V / tp elements
     gradients    20 bytes (bf16) or 12 (fp32) an element to add a micro-batch's gradient to the sum
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from fastslow_scale.config import Config, ModelConfig, SlowConfig
 from fastslow_scale.model.flops import count_flops
+from fastslow_scale.model.window import Cut
 from fastslow_scale.plan.activations import FP32, element_bytes
 from fastslow_scale.plan.communication import groups_of, planned_traffic, seconds
 from fastslow_scale.plan.machine import Machine
@@ -71,7 +72,7 @@ def step_time(config: Config, machine: Machine, bucket_elements: int) -> StepTim
     times = 3 + full
     parts: defaultdict[str, float] = defaultdict(float)
     parts["products of the fast path"] = (fast * times + head * 3) / tp / peak * micro_batches
-    parts["attention"] = attention / 2 * (3.5 + again) / tp / kernels * micro_batches
+    parts["attention"] = attention * (3.5 + again) / tp / kernels * micro_batches
     parts["slow path"] = (exchanges * times / peak + exchange_bytes * times / bandwidth) * micro_batches
     parts["element-wise"] = own_bytes * (3 + again) / bandwidth * micro_batches
     rows = config.model.padded_vocab_size // tp
@@ -101,12 +102,13 @@ def step_time(config: Config, machine: Machine, bucket_elements: int) -> StepTim
 
 def _forward_flops(config: Config) -> tuple[float, float, float, float]:
     """Of one micro-batch, all ranks of a tensor-parallel group together: fast products, attention, exchanges, head."""
-    model, train = config.model, config.train
-    counted, batch = count_flops(config), train.micro_batch_size
-    seen = min(train.seq_length, model.attention_window or train.seq_length)
+    model, length, batch = config.model, config.train.seq_length, config.train.micro_batch_size
+    counted, window = count_flops(config), min(length, model.attention_window or length)
     _, _, heads, _, size = layer_sizes(model)
-    attention = model.num_hidden_layers * 4 * train.seq_length * seen * heads * size
-    return (counted.fast_layers - attention) * batch, attention * batch, counted.exchanges * batch, counted.head * batch
+    each = model.num_hidden_layers * 4 * length * heads * size
+    met = length / 2 if window == length else window + Cut(length, window).chunk
+    products = counted.fast_layers - each * window
+    return products * batch, each * met * batch, counted.exchanges * batch, counted.head * batch
 
 
 def _forward_bytes(config: Config, on_gpu: bool) -> tuple[float, float]:

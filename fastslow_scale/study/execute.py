@@ -50,7 +50,7 @@ def execute(runs: Sequence[Run], jobs: int, nproc: int, console: Console) -> boo
 
     Raises:
         UserError: a folder holds another run.
-        RunError: a run failed; those beside it were finished, no further one was started.
+        RunError: a run failed, or was stopped by itself; those beside it were finished, no further one was started.
     """
     waiting = [run for run in runs if not run.finished()]
     if len(waiting) < len(runs):
@@ -78,7 +78,7 @@ def execute(runs: Sequence[Run], jobs: int, nproc: int, console: Console) -> boo
                     passed += steps[each.run.folder]
                     left = (time.monotonic() - begun) * (sum(steps.values()) - passed) / passed
                     _say(console, _line(each, len(runs) - len(waiting) - len(going), len(runs), left))
-                elif each.process.returncode != EXIT_START_AGAIN:
+                elif each.process.returncode != EXIT_START_AGAIN or not told:
                     failures.append(_failure(each))
     if failures:
         raise RunError("; ".join(failures))

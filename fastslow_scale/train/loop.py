@@ -16,7 +16,7 @@ import torch.distributed as dist
 from data_pipeline.batches import step_batches
 from data_pipeline.errors import UserError
 from fastslow_scale.config import Config
-from fastslow_scale.launch.signals import StopSignals
+from fastslow_scale.launch.signals import StopSignals, goes_on
 from fastslow_scale.model.compiled import compile_inner_parts
 from fastslow_scale.model.documents import Documents
 from fastslow_scale.model.loss import IGNORE
@@ -38,7 +38,7 @@ from fastslow_scale.train.guard import Guard, Verdict
 from fastslow_scale.train.heartbeat import Heartbeat
 from fastslow_scale.train.init_from import load_weights
 from fastslow_scale.train.rng import derive_rng, restore_rng, rng_state
-from fastslow_scale.train.run_folder import open_run_folder, refuse_other_run
+from fastslow_scale.train.run_folder import open_run_folder, refuse_other_function, refuse_other_run
 from fastslow_scale.train.run_lock import RunLock
 from fastslow_scale.train.saver import Saver
 from fastslow_scale.train.schedule import learning_rate
@@ -125,6 +125,7 @@ class Trainer:
         checkpoints = self.folder / "checkpoints"
         self.saver = Saver(self.engine.deepspeed, mesh, checkpoints, config.checkpoint, config.train.timeout_seconds)
         self.step = 0
+        self.goes_on = goes_on("auto")
 
     def run(self, total: int, monitor: NullMonitor, heartbeat: Heartbeat | None = None) -> None:
         """Train from the current step to step `total`, or to the step at which some rank was told to stop."""
@@ -134,9 +135,9 @@ class Trainer:
         ):
             monitor.log_validation(self.step, self.validate())
         start, batches = self.step, self.batches()
-        clock = Clock(config.train.tokens_per_step)
         utilisation = Utilisation(config, self.mesh.device, next(self.engine.model.parameters()).dtype)
         profiler = Profiler(config, self.folder, self.mesh, monitor)
+        clock = Clock(config.train.tokens_per_step)
         while self.step < total:
             number = self.step + 1
             logged = number in (1, total) or due(number, config.monitor.log_every)
@@ -162,6 +163,7 @@ class Trainer:
                 speed |= utilisation.of(speed["step_seconds"]) | memory(self.mesh.device)
                 monitor.log_step(self.record(result) | self.data_log.tokens(self.step) | skipped | speed)
             with clock.stopped():
+                profiler.write_after(number)
                 if checked:
                     self.check_replicas()
                 if number == total or stop or due(number, config.checkpoint.every):
@@ -169,7 +171,7 @@ class Trainer:
                 for path in self.saver.wait() if number == total or stop else self.saver.check():
                     monitor.message(f"checkpoint {path}")
                 if stop and number < total:
-                    monitor.message(f"stopped by {stop.name} after step {number}; the same command goes on from here")
+                    monitor.message(f"stopped by {stop.name} after step {number}; {self.goes_on}")
                     return
                 if number == total or due(number, config.validation.every):
                     monitor.log_validation(number, self.validate())
@@ -313,13 +315,14 @@ class Trainer:
 
     def resume(self, resume: str) -> list[str]:
         """Go on from a checkpoint: the newest (`auto`), none (`never`) or the one named. Returns what to tell."""
+        self.goes_on = goes_on(resume)
         found = find_together(self.folder / "checkpoints", resume)
         notes = [f"passed over checkpoint {path}: {reason}" for path, reason in found.passed_over]
         seed = self.config.train.seed
         if found.path is None:
             derive_rng(seed, 0, self.mesh.rank)
             return notes + load_weights(self.engine.deepspeed, self.mesh, self.config, self.train_data.tokenizer_sha256)
-        self.refuse_other_data(found.path)
+        self.refuse_other_origin(found.path)
         restored = load_checkpoint(self.engine.deepspeed, self.mesh, found.path)
         self.step = int(restored.state["step"])
         self.guard.restore(restored.state["guard"])
@@ -331,8 +334,8 @@ class Trainer:
             return [*notes, f"{self.folder} is finished: step {self.step} of {self.config.train.num_steps}"]
         return [*notes, f"resuming from {found.path}"]
 
-    def refuse_other_data(self, checkpoint: Path) -> None:
-        """Raise `UserError` where the checkpoint was trained on other data, or on tokens of another tokenizer."""
+    def refuse_other_origin(self, checkpoint: Path) -> None:
+        """Raise `UserError` where the checkpoint was trained on other data or tokens, with another model or batch."""
         state, data = read_manifest(checkpoint)["state"], self.train_data
         if state["tokenizer_sha256"] != data.tokenizer_sha256:
             raise UserError(
@@ -341,6 +344,7 @@ class Trainer:
             )
         if state["data_fingerprint"] != data.fingerprint:
             raise UserError(f"{checkpoint} was trained on other data than {data.location}")
+        refuse_other_function(checkpoint, Config.model_validate(state["config"]), self.config)
 
 
 def agreed_signal(received: int, mesh: Mesh) -> signal.Signals | None:

@@ -10,7 +10,7 @@ from data_pipeline.errors import UserError
 from data_pipeline.files import write_durably
 from data_pipeline.mixture import Data
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
-from fastslow_scale.config import Config
+from fastslow_scale.config import Config, ModelConfig, SlowConfig
 from fastslow_scale.config_file import load_config
 from fastslow_scale.versions import versions
 
@@ -33,6 +33,13 @@ MAY_CHANGE = {
     },
 }
 
+# What may not even change where a run of another folder goes on from a checkpoint (`--resume PATH`).
+RESUME_KEEPS = {
+    "model": set(ModelConfig.model_fields),
+    "slow": set(SlowConfig.model_fields) - {"lr_multiplier", "gate_lr_multiplier", "eps"},
+    "train": {"seq_length", "global_batch_size"},
+}
+
 
 def open_run_folder(config: Config, command: str, data: Data) -> Path:
     """Make the folder, or take up the one that an earlier start of the same run left.
@@ -43,9 +50,10 @@ def open_run_folder(config: Config, command: str, data: Data) -> Path:
     folder = config.train.run_dir
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-        (folder / "command").write_text(command + "\n", encoding="utf-8")
-        (folder / "versions").write_text("".join(f"{line}\n" for line in versions()), encoding="utf-8")
+        # A folder whose config.yaml is cut short could not be gone on with, whatever checkpoints it holds.
+        write_durably(folder / "config.yaml", config.to_yaml().encode())
+        write_durably(folder / "command", f"{command}\n".encode())
+        write_durably(folder / "versions", "".join(f"{line}\n" for line in versions()).encode())
     except OSError as error:
         raise UserError(f"train.run_dir {folder} cannot be written: {error.strerror}") from None
     keep_tokenizer(folder, data)
@@ -92,6 +100,21 @@ def refuse_other_config(saved: Path, old: Config, new: Config) -> None:
                     f"{section}.{key} is {after[key]} but the run in {saved.parent} has {before[key]}; "
                     f"choose another train.run_dir or remove that folder"
                 )
+
+
+def refuse_other_function(checkpoint: Path, old: Config, new: Config) -> None:
+    """Raise `UserError` where a checkpoint's weights would mean something else in `new`, or its step other samples."""
+    for section, before, after in _sections(old, new):
+        for key in before:
+            if key in RESUME_KEEPS.get(section, ()) and before[key] != after[key]:
+                raise UserError(
+                    f"{section}.{key} is {after[key]}, but {checkpoint} was trained with {before[key]}: "
+                    f"go on with that, or start from its weights (train.init_from={checkpoint})"
+                )
+    if old.order_seed != new.order_seed:
+        raise UserError(
+            f"the order of the data is that of seed {new.order_seed}, but {checkpoint} has {old.order_seed}"
+        )
 
 
 def _sections(old: Config, new: Config) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:

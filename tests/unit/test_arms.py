@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from data_pipeline.errors import UserError
+from fastslow_scale import cli
 from fastslow_scale.config_file import load_config
+from fastslow_scale.errors import RunError
+from fastslow_scale.study import execute as execution
 from fastslow_scale.study.arms import MATCHED, Arm, choose_arms, size_of
-from fastslow_scale.study.runs import OTHER_SEEDS, Study, open_study
+from fastslow_scale.study.runs import OTHER_SEEDS, Run, Study, open_study
 
 pytestmark = pytest.mark.unit
 
@@ -130,3 +136,24 @@ def test_the_runs_of_a_study_are_interleaved_and_paired() -> None:
 def test_shuffled_needs_another_sequence_in_the_micro_batch() -> None:
     with pytest.raises(UserError, match=r"train\.micro_batch_size .*at least 2 with model\.variant = shuffled"):
         choose_arms(CONFIG, ["train.micro_batch_size=1"], ["shuffled"], [])
+
+
+def test_a_run_that_was_stopped_by_itself_is_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It saved and asks to be started again, status 75; its last validation is not that of a finished run."""
+    study = Study(CONFIG, (), tuple(choose_arms(CONFIG, [], ["dense"], [])), "dense", 1, 0.01, tmp_path)
+
+    def stopped(run: Run, nproc: int, threads: int) -> execution.Going:
+        run.folder.mkdir(parents=True)
+        log = (run.folder / "log").open("ab")
+        program = "print('stopped by SIGTERM after step 3'); raise SystemExit(75)"
+        return execution.Going(run, subprocess.Popen([sys.executable, "-c", program], stdout=log), log, 0.0)
+
+    monkeypatch.setattr(execution, "_start", stopped)
+    with pytest.raises(RunError, match="dense/0 failed: stopped by SIGTERM after step 3"):
+        execution.execute(study.runs(), 1, 1, Console(quiet=True))
+
+
+def test_the_arguments_of_one_run_of_a_sweep_are_not_known_yet(tmp_path: Path) -> None:
+    arguments = ["--variants", "dense", "--lr-sweep", "1e-3,2e-3", "--output", str(tmp_path), "--arguments-of", "0"]
+    with pytest.raises(UserError, match="--arguments-of goes without --lr-sweep"):
+        cli.app(["ablate", CONFIG, *arguments], standalone_mode=False)

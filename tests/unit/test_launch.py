@@ -15,7 +15,8 @@ from data_pipeline.errors import UserError
 from fastslow_scale import cli
 from fastslow_scale.launch.job import job_environment, joined_job, step_hosts
 from fastslow_scale.launch.local import FIRST_INTERRUPT, launch, rank_environment
-from fastslow_scale.launch.signals import EXIT_INTERRUPTED, EXIT_START_AGAIN
+from fastslow_scale.launch.signals import EXIT_INTERRUPTED, EXIT_START_AGAIN, goes_on
+from fastslow_scale.train import worker
 
 pytestmark = pytest.mark.unit
 
@@ -131,6 +132,25 @@ def test_exit_codes(code: int, expected: int, shown: str, capfd: pytest.CaptureF
     assert launch(2, "child", ["exit", str(code)]) == expected
     error = capfd.readouterr().err
     assert shown in error and bool(error) == bool(shown)
+
+
+def test_how_to_go_on_depends_on_where_it_began(capfd: pytest.CaptureFixture[str]) -> None:
+    """The same command with `--resume never` would begin again, and lose what was saved."""
+    assert goes_on("auto") == "the same command goes on from here"
+    for resume in ("never", "runs/base/checkpoints/step_00000010"):
+        assert launch(1, "child", ["exit", str(EXIT_START_AGAIN)], goes_on=goes_on(resume)) == 75
+        assert "; the same command with --resume auto goes on from here (exit" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("resume", ["never", "runs/base"])
+def test_restarts_by_torchrun_need_the_newest_checkpoint(resume: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "TORCHELASTIC_MAX_RESTARTS": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(worker, "run", lambda *_: pytest.fail("a rank began"))
+    with pytest.raises(UserError, match=f"needs --resume auto .got {resume}"):
+        cli.app(["train", "configs/tiny.yaml", "--resume", resume], standalone_mode=False)
 
 
 def test_a_module_that_does_not_exist_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:

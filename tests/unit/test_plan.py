@@ -181,6 +181,19 @@ def test_a_step_of_products_alone_takes_the_peak_s_time() -> None:
     assert step_time(config, fast, BUCKET).seconds == pytest.approx(flops / 0.5e15)
 
 
+@pytest.mark.parametrize(("window", "keys"), [(None, 4096), (512, 512 + 256), (8192, 4096)])
+def test_attention_takes_the_time_of_the_keys_that_its_queries_meet(window: int | None, keys: int) -> None:
+    """Without a window half of all; else a window and the chunk of half a window that the query is in."""
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3}
+    config = small_config(
+        model={"variant": "dense", "attention_window": window, **shape},
+        train={"seq_length": 8192, "micro_batch_size": 2, "global_batch_size": 2},
+    )
+    slow = machine(ranks_per_node=1, flops=1e12, efficiency=HOPPER.__class__(matmul=1, attention=0.5, memory=1, bus=1))
+    forward = 3 * 2 * (2 * 2 * 8192 * keys * 64)  # layers, sequences; two products of 2 T k D each
+    assert step_time(config, slow, BUCKET).parts["attention"] == pytest.approx(3.5 * forward / 0.5e12)
+
+
 def big(**train: Any) -> Config:
     tree = small_config(model=WIDE | {"num_key_value_heads": 8}, train={"dtype": "bf16"}, parallel={"zero_stage": 1})
     return Config.model_validate(tree.model_dump() | {"train": tree.train.model_dump() | train})
