@@ -1,6 +1,6 @@
 """Predicted and measured seconds of one step on this machine's CPU, one rank, at a few sizes.
 
-    .venv/bin/python benchmarks/plan_time.py [--rounds N]
+    .venv/bin/python benchmarks/plan_time.py [--rounds N] [--fit]
 
 All sizes take turns. Before each step the plan measures this machine's peaks anew: what slows the machine for a while
 slows both. A ratio is the median over the rounds. Only the first size, dense, was used to set `CPU` in
@@ -100,7 +100,9 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="steps of each size (default: %(default)s)")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--fit", action="store_true", help="only the first size: the shares that it reaches")
+    options = parser.parse_args()
+    rounds = options.rounds
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     load = os.getloadavg()[0]
     configs = {
@@ -108,6 +110,8 @@ def main() -> None:
         for name, model, sizes in SIZES
         for variant in ("dense", "coupled")
     }
+    if options.fit:
+        configs = dict([next(iter(configs.items()))])
     steps = {name: step_of(config) for name, config in configs.items()}
     measured: dict[str, list[float]] = {name: [] for name in configs}
     predicted: dict[str, list[float]] = {name: [] for name in configs}
