@@ -10,7 +10,7 @@ DEMO_PROMPT := In the beginning
 # Further arguments for pytest: make test PYTEST_ARGS="-k mesh"
 PYTEST_ARGS ?=
 # Tests that start ranks wait much; those of one process run beside them (tests/conftest.py says which).
-SIDE_BY_SIDE := -n 2 --dist loadgroup
+SIDE_BY_SIDE := -n 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint format tensorboard clean

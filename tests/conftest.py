@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +19,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a skipped test makes the whole run fail")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup`: tests that start ranks one after another, beside them the files of the others."""
-    for item in items:
-        one_process = item.get_closest_marker("unit")
-        item.add_marker(pytest.mark.xdist_group(Path(item.path).stem if one_process else "ranks"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n 2`: tests that start ranks one after another, the files of one-process tests beside them."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class RanksTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return super()._split_scope(nodeid) if nodeid.startswith("tests/unit/") else "ranks"
+
+    return RanksTogether(config, log)
 
 
 @pytest.hookimpl(trylast=True)

@@ -262,6 +262,8 @@ def test_a_profile_holds_its_steps_and_names_what_they_spent_most_on(
             for _ in range(number):
                 matrix @ matrix
             torch.ones(2) + 1
+        assert bool(monitor.messages) == (number > 3), "written outside of the step, which is timed"
+        recorded.write_after(number)
     head, *lines = monitor.messages
     assert head == f"profile of steps 2 to 3: {tmp_path / 'profile' / 'rank_0.pt.trace.json'}"
     found = [line.split() for line in lines]
