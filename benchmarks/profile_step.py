@@ -35,8 +35,8 @@ REST = "Python and autograd"
 KINDS = {
     "matrix products": "of the layers",
     "attention": "scaled_dot_product_attention",
-    "RMSNorm": "",
-    "other elementwise": "SwiGLU, rotary positions, residual sums, sums over tokens, pool and spread",
+    "RMSNorm": "where it is one kernel, on GPUs",
+    "other elementwise": "norms on CPUs, SwiGLU, rotary positions, residual sums, sums over tokens, pool and spread",
     "copies": "layout changes, concatenations, padding",
     "embedding": "",
     "cross-entropy": "the head's matrix products included",

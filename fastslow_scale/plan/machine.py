@@ -25,8 +25,8 @@ class Efficiency:
     """The share of a peak that is reached.
 
     Attributes:
-        matmul: of the matrix products' peak. The only number that is fitted: on one row of a published table for each
-            generation of GPUs (benchmarks/published.py: llm-foundry's 1b, 2048 tokens, 8 GPUs).
+        matmul: of the matrix products' peak. For GPUs the only number that is fitted: on one row of a published table
+            for each generation (benchmarks/published.py: llm-foundry's 1b, 2048 tokens, 8 GPUs).
         attention: of the same peak, by the attention kernel.
         memory: of the memory's bandwidth, by element-wise kernels.
         bus: of a link's bandwidth, by collectives.
@@ -44,8 +44,9 @@ HOPPER = Efficiency(matmul=0.61, attention=0.35, memory=0.85, bus=0.80)
 2407.08608, abstract). Memory and bus are round assumptions. Blackwell takes Hopper's numbers, for want of published
 ones."""
 
-CPU = Efficiency(matmul=0.80, attention=0.25, memory=0.60, bus=0.50)
-"""Shares of what is measured here: products of a model are smaller than the square ones of the measurement."""
+CPU = Efficiency(matmul=0.95, attention=0.24, memory=0.57, bus=0.50)
+"""Shares of what is measured when the plan is made: those that one model reached on a machine of two cores
+(`benchmarks/plan_time.py --fit`), but for the bus, which is assumed."""
 
 LATENCY_SECONDS = 15e-6
 """Of one collective's start; an assumption that matters for small messages only."""
