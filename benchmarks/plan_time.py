@@ -51,14 +51,12 @@ def config_of(model: dict[str, Any], sizes: dict[str, Any], variant: str) -> Any
     return Config.model_validate({"model": heads | model, "slow": {"num_layers": 2}, "train": train})
 
 
-def step_of(config: Any) -> Callable[[], float]:
+def step_of(config: Any, mesh: Any) -> Callable[[], float]:
     """One step on random tokens, warmed up; it gives its seconds."""
     from benchmarks.memory import training_step
     from fastslow_scale.model.model import build_model
-    from fastslow_scale.parallel.mesh import single_process_mesh
     from fastslow_scale.train.engine import Engine
 
-    mesh = single_process_mesh()
     step = training_step(config, Engine(build_model(config, mesh), config, mesh))
 
     def timed() -> float:
@@ -94,6 +92,7 @@ def main() -> None:
     import torch
 
     from fastslow_scale.parallel.hardware import NETWORK_GBITS
+    from fastslow_scale.parallel.mesh import single_process_mesh
     from fastslow_scale.plan.machine import machine_for
     from fastslow_scale.plan.roofline import step_time
     from fastslow_scale.train.engine import BUCKET_ELEMENTS
@@ -112,7 +111,8 @@ def main() -> None:
     }
     if options.fit:
         configs = dict([next(iter(configs.items()))])
-    steps = {name: step_of(config) for name, config in configs.items()}
+    mesh = single_process_mesh()
+    steps = {name: step_of(config, mesh) for name, config in configs.items()}
     measured: dict[str, list[float]] = {name: [] for name in configs}
     predicted: dict[str, list[float]] = {name: [] for name in configs}
     reached: list[dict[str, float]] = []
