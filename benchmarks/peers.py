@@ -33,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
 import torch
-import yaml
 
 from benchmarks.interleave import SEED, Built, Failed, Memory, Turn, Worker, paired, processor, take_turns
 from fastslow_scale.config import Config
+from fastslow_scale.config_file import config_of as with_overrides
 from fastslow_scale.config_file import load_config
 from fastslow_scale.launch.local import rank_environment
 
@@ -165,11 +165,7 @@ def config_of(base: Config, name: str, length: int, sequences: int) -> Config:
     def changed(changes: Sequence[str]) -> Config:
         tree = base.model_dump()
         tree["train"] |= {"seq_length": length, "micro_batch_size": sequences, "global_batch_size": sequences}
-        for change in changes:
-            where, _, value = change.partition("=")
-            section, _, key = where.partition(".")
-            tree[section][key] = yaml.safe_load(value)
-        return Config.model_validate(tree)
+        return with_overrides(tree, Path(__file__), changes)
 
     if name == "matched":
         width = matched_intermediate_size(changed(VARIANTS["coupled"].changes), "parameters")

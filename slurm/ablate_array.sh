@@ -5,8 +5,9 @@
 #       [section.key=value ...]
 #
 # The array needs as many tasks as there are runs, here 3 x 3; the arguments are those of `fastslow ablate`, without
-# --lr-sweep. When all have ended, the same arguments give the report: .venv/bin/fastslow ablate CONFIG --variants ... Runs with the same seed are
-# paired: equal fast weights at the start, equal batches at every step. Variables as in slurm/pretrain_1b.sh.
+# --lr-sweep. When all have ended, the same arguments give the report: .venv/bin/fastslow ablate CONFIG --variants ...
+# Runs with the same seed are paired: equal fast weights at the start, equal batches at every step. Variables as in
+# slurm/pretrain_1b.sh.
 #
 #SBATCH --job-name=fastslow-ablate
 #SBATCH --array=0-8

@@ -14,6 +14,7 @@ from fastslow_scale.train.agreement import Ranks
 from fastslow_scale.train.checkpoint import find_together, full_shape, read_fragments
 from fastslow_scale.train.checkpoint_files import locate, read_manifest
 from fastslow_scale.train.checkpoint_reader import WEIGHTS, CheckpointReader
+from fastslow_scale.train.run_folder import refuse_other_values
 from fastslow_scale.train.zero_fragments import EngineState
 
 EXCHANGES = "exchanges."
@@ -65,13 +66,9 @@ def _require_same_function(path: Path, config: Config, tokenizer_sha256: str) ->
             f"{path} was trained with another tokenizer than this run's data: sha256 "
             f"{state['tokenizer_sha256'][:12]} there, {tokenizer_sha256[:12]} here"
         )
-    here = config.model_dump(mode="json")
     both_coupled = "dense" not in (state["config"]["model"]["variant"], config.model.variant)
-    for section, keys in MUST_AGREE.items():
-        for key in keys if section == "model" or both_coupled else ():
-            before, now = state["config"][section][key], here[section][key]
-            if before != now:
-                raise UserError(f"{section}.{key} is {now}, but {path} was trained with {before}")
+    keys = {section: names for section, names in MUST_AGREE.items() if section != "slow" or both_coupled}
+    refuse_other_values(path, state["config"], config, keys)
 
 
 def _fitting_weights(engine_state: EngineState, reader: CheckpointReader, tp_size: int) -> set[str]:

@@ -88,10 +88,12 @@ def _train(
             monitor.message(note)
         if trainer.step < total or on_main(mesh, lambda: monitor.lacks_validation(total)):
             try:
-                trainer.run(total, monitor, heartbeat)
+                stop = trainer.run(total, monitor, heartbeat)
             except UserError:
                 trainer.saver.settle()  # after mending it the user goes on from what is being written now
                 raise
+            if stop:
+                monitor.message(f"stopped by {stop.name} after step {trainer.step}; {goes_on(resume)}")
         trainer.saver.close()
         monitor.summary()
     return trainer.step >= total
@@ -125,10 +127,9 @@ class Trainer:
         checkpoints = self.folder / "checkpoints"
         self.saver = Saver(self.engine.deepspeed, mesh, checkpoints, config.checkpoint, config.train.timeout_seconds)
         self.step = 0
-        self.goes_on = goes_on("auto")
 
-    def run(self, total: int, monitor: NullMonitor, heartbeat: Heartbeat | None = None) -> None:
-        """Train from the current step to step `total`, or to the step at which some rank was told to stop."""
+    def run(self, total: int, monitor: NullMonitor, heartbeat: Heartbeat | None = None) -> signal.Signals | None:
+        """Train from the current step to step `total`, or until some rank is sent a stop signal, which is returned."""
         config, signals = self.config, StopSignals()
         if (self.step in (0, total) or due(self.step, config.validation.every)) and on_main(
             self.mesh, lambda: monitor.lacks_validation(self.step)
@@ -171,11 +172,11 @@ class Trainer:
                 for path in self.saver.wait() if number == total or stop else self.saver.check():
                     monitor.message(f"checkpoint {path}")
                 if stop and number < total:
-                    monitor.message(f"stopped by {stop.name} after step {number}; {self.goes_on}")
-                    return
+                    return stop
                 if number == total or due(number, config.validation.every):
                     monitor.log_validation(number, self.validate())
                     self.show_inside(monitor)
+        return None
 
     def train_step(self, rows: torch.Tensor, measure: bool = False) -> StepResult:
         """One optimizer step on this rank's rows of the global batch, [rows, T + 1]."""
@@ -315,7 +316,6 @@ class Trainer:
 
     def resume(self, resume: str) -> list[str]:
         """Go on from a checkpoint: the newest (`auto`), none (`never`) or the one named. Returns what to tell."""
-        self.goes_on = goes_on(resume)
         found = find_together(self.folder / "checkpoints", resume)
         notes = [f"passed over checkpoint {path}: {reason}" for path, reason in found.passed_over]
         seed = self.config.train.seed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ MAY_CHANGE = {
 
 # What may not even change where a run of another folder goes on from a checkpoint (`--resume PATH`).
 RESUME_KEEPS = {
-    "model": set(ModelConfig.model_fields),
-    "slow": set(SlowConfig.model_fields) - {"lr_multiplier", "gate_lr_multiplier", "eps"},
-    "train": {"seq_length", "global_batch_size"},
+    "model": [*ModelConfig.model_fields],
+    "slow": [key for key in SlowConfig.model_fields if key not in ("lr_multiplier", "gate_lr_multiplier", "eps")],
+    "train": ["seq_length", "global_batch_size"],
 }
 
 
@@ -104,17 +105,26 @@ def refuse_other_config(saved: Path, old: Config, new: Config) -> None:
 
 def refuse_other_function(checkpoint: Path, old: Config, new: Config) -> None:
     """Raise `UserError` where a checkpoint's weights would mean something else in `new`, or its step other samples."""
-    for section, before, after in _sections(old, new):
-        for key in before:
-            if key in RESUME_KEEPS.get(section, ()) and before[key] != after[key]:
-                raise UserError(
-                    f"{section}.{key} is {after[key]}, but {checkpoint} was trained with {before[key]}: "
-                    f"go on with that, or start from its weights (train.init_from={checkpoint})"
-                )
+    keys = {
+        section: names for section, names in RESUME_KEEPS.items() if section != "slow" or old.model.variant != "dense"
+    }
+    refuse_other_values(checkpoint, old.model_dump(mode="json"), new, keys)
     if old.order_seed != new.order_seed:
         raise UserError(
             f"the order of the data is that of seed {new.order_seed}, but {checkpoint} has {old.order_seed}"
         )
+
+
+def refuse_other_values(
+    checkpoint: Path, old: Mapping[str, Any], new: Config, keys: Mapping[str, Iterable[str]]
+) -> None:
+    """Raise `UserError` naming the first of these keys, by section, in which `new` is not as the checkpoint was."""
+    here = new.model_dump(mode="json")
+    for section, names in keys.items():
+        for key in names:
+            before, now = old[section][key], here[section][key]
+            if before != now:
+                raise UserError(f"{section}.{key} is {now}, but {checkpoint} was trained with {before}")
 
 
 def _sections(old: Config, new: Config) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
