@@ -267,6 +267,16 @@ def test_ranks_that_do_not_fit_are_refused(config_file: Path, tmp_path: Path) ->
     assert "parallel.tensor_parallel_size must divide the number of ranks (got 2 for 3 ranks)" in line
 
 
+def test_another_batch_does_not_go_on_from_a_checkpoint(
+    config_file: Path, uninterrupted: tuple[Path, str], tmp_path: Path
+) -> None:
+    """Its step would be that of other samples."""
+    checkpoint = uninterrupted[0] / "checkpoints" / "step_00000008"
+    changed = [f"train.run_dir={tmp_path / 'fork'}", "train.global_batch_size=16", "--resume", checkpoint]
+    line = refused("train", config_file, *changed)
+    assert line == f"error: train.global_batch_size is 16, but {checkpoint} was trained with 8"
+
+
 def test_the_first_rank_alone_reports_to_csv_and_wandb(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

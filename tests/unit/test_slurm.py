@@ -15,8 +15,10 @@ import pytest
 
 from data_pipeline.errors import UserError
 from fastslow_scale.launch.slurm import JobState, NoAnswer, gpus_of, job_state, minutes_of, refuse_without_slurm
+from fastslow_scale.launch.submit import Plan, Request
 from fastslow_scale.launch.watch import Watch
 from tests.commands import REPOSITORY
+from tests.configs import small_config
 
 pytestmark = pytest.mark.unit
 
@@ -52,6 +54,16 @@ def test_gpus_of_a_node(gres: str, gpus: int) -> None:
 )
 def test_times_in_slurms_words(text: str, minutes: int | None) -> None:
     assert minutes_of(text) == minutes
+
+
+def test_a_job_queued_later_leaves_an_earlier_ones_config_alone(tmp_path: Path) -> None:
+    first, again, other = (
+        Plan(Request("x.yaml"), small_config(train={"run_dir": tmp_path}, optimizer={"lr": lr}), 1).snapshot
+        for lr in (1e-3, 1e-3, 3e-4)
+    )
+    assert first == again
+    assert first != other
+    assert first.parent == other.parent == tmp_path / "slurm"
 
 
 def test_another_time_is_refused() -> None:
