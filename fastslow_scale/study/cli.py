@@ -89,12 +89,10 @@ def ablate(
 
     from fastslow_scale.study.planning import plan_study
 
+    if arguments_of is not None and lr_sweep:
+        raise UserError("--arguments-of goes without --lr-sweep: the runs' rates are known when the sweep has ended")
     study = plan_study(config, overrides or [], variants, arm or [], seeds, tokens, output, baseline, orders, lr_sweep)
     if arguments_of is not None:
-        if study.sweep:
-            raise UserError(
-                "--arguments-of goes without --lr-sweep: the runs' rates are known when the sweep has ended"
-            )
         runs = study.runs()
         if arguments_of >= len(runs):
             raise UserError(f"--arguments-of must be less than the study's {len(runs)} runs (got {arguments_of})")
