@@ -154,6 +154,8 @@ def base_config(options: argparse.Namespace) -> Config:
     train["dtype"] = options.dtype or train.get("dtype") or "fp32"
     if options.dtype is None and torch.cuda.is_available():
         train["dtype"] = "bf16"
+    if train["dtype"] == "bf16" and parallel.get("zero_stage") == 0:
+        parallel["zero_stage"] = 1  # DeepSpeed has no sound ZeRO-0 in bf16
     train["global_batch_size"] = train["micro_batch_size"]
     return Config.model_validate({**tree, "train": train, "parallel": parallel})
 

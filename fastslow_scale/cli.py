@@ -300,7 +300,10 @@ def plan(
         str, typer.Option(help="a100, h100, h200, b200 or another of parallel/hardware.py; cpu: this machine.")
     ] = "h100",
     network_gbits: Annotated[
-        float, typer.Option(min=0.001, help="Of one node's network, in one direction. Default: 8 adapters of 400 Gb/s.")
+        float,
+        typer.Option(
+            min=0.001, callback=finite, help="Of one node's network, in one direction. Default: 8 adapters of 400 Gb/s."
+        ),
     ] = NETWORK_GBITS,
     output: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Where the numbers go, too.")] = None,
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import typing
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,9 @@ from data_pipeline.errors import UserError
 from data_pipeline.folder import is_url
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+LARGEST_INTEGER = 2**63 - 1
+"""What torch's and numpy's integers hold."""
+
 LEAK = "a block's mean given to the block's own tokens shows them the tokens that they are to predict"
 Variant = Literal["dense", "coupled", "frozen", "frozen_slow", "shuffled"]
 
@@ -39,7 +43,9 @@ class Section(BaseModel):
             raise PydanticCustomError("disguised", "must not be true or false")
         if isinstance(value, str) and int in kinds:
             with contextlib.suppress(ValueError):
-                return float(value)
+                value = float(value)
+        if isinstance(value, int | float) and int in kinds and LARGEST_INTEGER < value < math.inf:
+            raise PydanticCustomError("too_large", "must be less than 2^63")
         return str(value) if isinstance(value, datetime.date) else value
 
 

@@ -7,10 +7,8 @@ its last token; it pools only that document's tokens and gives only to them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 
 from fastslow_scale.model.window import Cut, Masks, windowed_attention
 
@@ -41,21 +39,15 @@ class Documents:
         """The document of each block's last token: [B, S]."""
         return Documents(self.ids[:, pool_size - 1 : num_blocks * pool_size : pool_size])
 
-    @cached_property
-    def _same(self) -> torch.Tensor:
-        """[B, 1, T, T]: key at or before the query, and in its document."""
-        return (self.ids[:, :, None] == self.ids[:, None, :]).tril_()[:, None]
-
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
         """`causal_attention` within each document: q [B, H, T, head_dim], k and v [B, G, T, head_dim]."""
-        heads, groups, length = q.shape[1], k.shape[1], q.shape[2]
-        if window is None or window >= length:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self._same, enable_gqa=heads != groups)
-        cut, repeats = Cut(length, window), heads // groups
+        length, repeats = q.shape[2], q.shape[1] // k.shape[1]
+        # A window of the whole length leaves the mask of documents alone.
+        cut = Cut(length, min(window or length, length))
         # One for all layers: with documents it grows with the batch, and each layer's backward holds on to it.
-        masks = self._masks.get((window, repeats, q.dtype))
+        masks = self._masks.get((cut.window, repeats, q.dtype))
         if masks is None:
-            masks = self._masks[window, repeats, q.dtype] = Masks.of(cut, repeats, like=q, documents=self.ids)
+            masks = self._masks[cut.window, repeats, q.dtype] = Masks.of(cut, repeats, like=q, documents=self.ids)
         return windowed_attention(q, k, v, cut, masks)
 
 

@@ -94,6 +94,7 @@ class _CrossEntropySum(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), part)
             else:
                 grad_weight += grad_logits.t() @ part
+            del losses, probabilities, grad_logits  # before the next chunk's logits are made
         if grad_hidden is not None and grad_weight is not None:
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype), total)
         return total

@@ -14,6 +14,7 @@ data-parallel group takes every tp-th rank.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ class Group:
 def groups_of(machine: Machine, tp: int) -> dict[str, Group]:
     """tp, dp and world on this machine."""
     node, ranks = machine.ranks_per_node, machine.ranks
-    tp_inside = tp if node % tp == 0 else min(node, tp)
+    tp_inside = math.gcd(node, tp)  # where some groups straddle nodes, those are the slowest
     dp_inside = max(1, min(node, ranks) // tp)
     return {
         "tp": Group("tp", tp, tp_inside, max(1, node // tp)),

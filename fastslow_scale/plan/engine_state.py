@@ -86,7 +86,7 @@ def engine_state(config: Config, dp: int, bucket_elements: int, on_gpu: bool) ->
         held = FP32 * shard
         reduction = held + element * (shard + largest) + most_buckets
     elif stage == 2:
-        held, buckets = FP32 * shard, 0
+        held = FP32 * shard
         reduction = held + max(FP32 * shard, 2 * element * min(bucket_elements, trained) + FP32 * largest)
     else:
         small = sum(size for size in own if size < PERSISTENT_ELEMENTS)

@@ -56,7 +56,7 @@ LATENCY_SECONDS = 15e-6
 class Machine:
     """Attributes (per rank unless said otherwise, bytes/s in one direction):
     name: as `--gpu` takes it.
-    flops: peak of matrix products in the run's dtype, FLOP/s.
+    flops, fp32_flops: peak of matrix products in the run's dtype, and in fp32 without tensor cores, FLOP/s.
     memory_bytes: that tensors may take.
     link_bytes_per_second: between ranks of a node.
     network_bytes_per_second: of a whole node.
@@ -68,6 +68,7 @@ class Machine:
     nodes: int
     ranks_per_node: int
     flops: float
+    fp32_flops: float
     memory_bytes: float
     memory_bytes_per_second: float
     link_bytes_per_second: float
@@ -100,6 +101,7 @@ def machine_for(config: Config, name: str, nodes: int, ranks_per_node: int, netw
         nodes,
         ranks_per_node,
         gpu.bf16_flops if config.train.dtype == "bf16" else gpu.fp32_flops,
+        gpu.fp32_flops,
         gpu.memory_bytes * USABLE_MEMORY,
         gpu.memory_bytes_per_second,
         gpu.nvlink_bytes_per_second,
@@ -121,6 +123,7 @@ def _this_machine(config: Config, nodes: int, ranks_per_node: int, network: floa
         nodes,
         ranks_per_node,
         flops / ranks_per_node,
+        flops / ranks_per_node,  # here the slow path's attention is in the run's dtype
         psutil.virtual_memory().total / ranks_per_node,
         bandwidth / ranks_per_node,
         bandwidth / ranks_per_node / 4,

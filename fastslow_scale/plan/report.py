@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from data_pipeline.errors import UserError
 from fastslow_scale.config import Config
 from fastslow_scale.plan.communication import groups_of, planned_traffic, seconds
 from fastslow_scale.plan.machine import Machine
@@ -41,13 +42,19 @@ class Plan:
 
 def make_plan(config: Config, machine: Machine, bucket_elements: int) -> Plan:
     """Raises `UserError`: the config cannot run on so many ranks."""
-    own = judge(config, machine, bucket_elements)
+    found = ranked(config, machine, bucket_elements)
+    try:
+        own = judge(config, machine, bucket_elements)
+    except UserError as error:
+        if not found:
+            raise
+        raise UserError(f"{error}; a layout that can run there: {found[0].name}") from None
     return Plan(
         machine,
         own,
         bucket_elements,
         largest_micro_batch(config, machine, bucket_elements),
-        ranked(config, machine, bucket_elements),
+        found,
         [] if own.fits else what_would_help(config, machine, bucket_elements),
     )
 
@@ -202,6 +209,7 @@ def _layouts(plan: Plan) -> list[str]:
         f"fastest of {len(plan.layouts)} layouts: {winner.name}",
         f"  {winner.time.seconds:.3g} s a step, MFU {winner.time.mfu:.1%}, {winner.memory.peak / 1e9:.1f} GB",
         *(f"  {layout.name}: {_why(layout, winner)}" for layout in others[:LOSERS]),
+        *([f"  and {len(others) - LOSERS} more (--json has them all)"] if len(others) > LOSERS else []),
         *(needed if plan.needed else []),
     ]
 

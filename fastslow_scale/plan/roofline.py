@@ -4,12 +4,16 @@ One rank, one micro-batch; notation of `activations.py`. Forward work F, then ba
 
     products     fast layers and head / tp, exchanges whole; full recomputation repeats the layers
     attention    kernels of causal attention skip the masked half of T x T; of a window W, chunks of C queries meet W+C
-                 keys (`model/window.py`); the backward is 2.5 forwards (it makes the scores again, arXiv 2205.14135)
+                 keys (`model/window.py`); the kernel that keeps documents apart skips nothing; the backward is 2.5
+                 forwards (it makes the scores again, arXiv 2205.14135)
+    slow path's  all of S x S in fp32, products as any others, so that replicas stay equal (`model/slow_path.py`)
+    attention
     element-wise bytes read and written by norms, residual sums, rotation, SwiGLU (`_layer_bytes`); backward twice
     loss         12 passes over fp32 logits of t V / tp elements
     gradients    20 bytes (bf16) or 12 (fp32) an element to add a micro-batch's gradient to the sum
 
-and once a step the engine's passes over all gradients (40 bytes an element) and AdamW's over this rank's share (34).
+and once a step the engine's passes over all gradients (40 bytes an element) and AdamW's (34) over this rank's share,
+which is all of them with ZeRO-0.
 Collectives follow (`communication.py`); `HIDDEN` says which share runs beside computation. Launching kernels is not
 counted: where a layer takes less than a millisecond, a plan for a GPU is too fast.
 """
@@ -29,9 +33,11 @@ from fastslow_scale.plan.parameters import layer_sizes, optimizer_groups
 
 ENGINE_BYTES, ADAMW_BYTES = 40, 34
 
-HIDDEN = {"all_gather": 1 / 3, "reduce_scatter": 1 / 2, "all_reduce": 1 / 2}
+HIDDEN = {"all_gather": 1 / 3, "reduce_scatter": 1 / 2}
+HIDDEN_WITHOUT_SEQUENCE_PARALLEL = {"all_reduce": 1 / 2}
 """Share of tensor-parallel collectives that megatron runs beside a product:
-in the backward of a column map the second gather of its input and the reduction of its input's gradient."""
+in the backward of a column map the second gather of its input and the reduction of its input's gradient. Under sequence
+parallelism all-reduces are those of the slow path and of the norms, and everything waits for them."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ def step_time(config: Config, machine: Machine, bucket_elements: int) -> StepTim
     efficiency, element = machine.efficiency, element_bytes(config)
     bandwidth = machine.memory_bytes_per_second * efficiency.memory
 
-    fast, attention, exchanges, head = _forward_flops(config)
+    fast, attention, exchanges, slow_attention, head = _forward_flops(config)
     full, again = train.recompute == "full", train.recompute != "none"
     peak = machine.flops * efficiency.matmul
     kernels = machine.flops * efficiency.attention
@@ -73,42 +79,60 @@ def step_time(config: Config, machine: Machine, bucket_elements: int) -> StepTim
     parts: defaultdict[str, float] = defaultdict(float)
     parts["products of the fast path"] = (fast * times + head * 3) / tp / peak * micro_batches
     parts["attention"] = attention * (3.5 + again) / tp / kernels * micro_batches
-    parts["slow path"] = (exchanges * times / peak + exchange_bytes * times / bandwidth) * micro_batches
+    parts["slow path"] = (
+        exchanges * times / peak
+        + slow_attention * (3 + again) / (machine.fp32_flops * efficiency.matmul)
+        + exchange_bytes * times / bandwidth
+    ) * micro_batches
     parts["element-wise"] = own_bytes * (3 + again) / bandwidth * micro_batches
     rows = config.model.padded_vocab_size // tp
     parts["loss"] = 12 * FP32 * train.micro_batch_size * train.seq_length * rows / bandwidth * micro_batches
+    share = trained / (dp if config.parallel.zero_stage else 1)
     parts["gradients and optimizer"] = (
-        trained * ((20 if element == 2 else 12) * micro_batches + ENGINE_BYTES) + ADAMW_BYTES * trained / dp
+        trained * ((20 if element == 2 else 12) * micro_batches + ENGINE_BYTES) + ADAMW_BYTES * share
     ) / bandwidth
     backward = (2 / 3) * sum(parts[name] for name in ("products of the fast path", "attention", "slow path"))
 
-    groups, reduced = groups_of(machine, tp), 0.0
+    stage, groups, beside_backward = config.parallel.zero_stage, groups_of(machine, tp), 0.0
+    beside_products = HIDDEN if config.parallel.sequence_parallel else HIDDEN_WITHOUT_SEQUENCE_PARALLEL
     for (name, kind), traffic in planned_traffic(config, dp, bucket_elements).items():
         spent = seconds(kind, traffic, groups[name], machine)
         if name == "tp":
-            hidden = HIDDEN.get(kind, 0.0) if machine.hides_communication else 0.0
+            hidden = beside_products.get(kind, 0.0) if machine.hides_communication else 0.0
             parts["tensor-parallel communication"] += spent * (1 - hidden)
-        elif name == "dp" and config.parallel.zero_stage >= 2 and machine.hides_communication:
-            reduced += spent
+        elif name == "dp" and (stage == 3 or (stage == 2 and kind != "all_gather")) and machine.hides_communication:
+            beside_backward += spent
         else:
             parts["data-parallel communication"] += spent
-    # ZeRO-2 and 3 reduce while the backward goes on; ZeRO-0 and 1 after the last one.
-    parts["data-parallel communication"] += max(0.0, reduced - backward)
+    # ZeRO-2 and 3 reduce while the backward goes on; ZeRO-0 and 1 after the last one. ZeRO-1 and 2 gather the updated
+    # weights when the step is over.
+    parts["data-parallel communication"] += max(0.0, beside_backward - backward)
     parts = defaultdict(float, {name: value for name, value in parts.items() if value > 0})
     total = sum(parts.values())
     asked = count_flops(config).training * train.global_batch_size
     return StepTime(dict(parts), train.tokens_per_step, asked / (total * machine.flops * machine.ranks))
 
 
-def _forward_flops(config: Config) -> tuple[float, float, float, float]:
-    """Of one micro-batch, all ranks of a tensor-parallel group together: fast products, attention, exchanges, head."""
-    model, length, batch = config.model, config.train.seq_length, config.train.micro_batch_size
+def _forward_flops(config: Config) -> tuple[float, float, float, float, float]:
+    """Of one micro-batch, all ranks of a tensor-parallel group together.
+
+    Fast products, their attention, products of the exchanges, their attention, head.
+    """
+    model, slow, length, batch = config.model, config.slow, config.train.seq_length, config.train.micro_batch_size
     counted, window = count_flops(config), min(length, model.attention_window or length)
     _, _, heads, _, size = layer_sizes(model)
     each = model.num_hidden_layers * 4 * length * heads * size
-    met = length / 2 if window == length else window + Cut(length, window).chunk
+    met = float(length) if config.data.reset_at_document else length / 2
+    if window < length:
+        met = window + Cut(length, window).chunk
     products = counted.fast_layers - each * window
-    return products * batch, each * met * batch, counted.exchanges * batch, counted.head * batch
+    slow_attention = 0.0
+    if counted.exchanges:
+        blocks, (_, _, slow_heads, _, slow_size) = length // slow.pool_size, layer_sizes(slow)
+        slow_attention = len(slow.exchange_after) * slow.num_layers * 4 * blocks * blocks * slow_heads * slow_size
+    of_sequence = products, each * met, counted.exchanges - slow_attention, slow_attention, counted.head
+    fast, attention, exchanges, slow_attention, head = (part * batch for part in of_sequence)
+    return fast, attention, exchanges, slow_attention, head
 
 
 def _forward_bytes(config: Config, on_gpu: bool) -> tuple[float, float]:

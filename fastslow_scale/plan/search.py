@@ -1,12 +1,14 @@
 """Which layout is the fastest that fits, why the others lose, and what would help where none fits.
 
 Tried: every tensor-parallel size that stays inside a node (with sequence parallelism), every ZeRO stage, recomputation
-mode and micro-batch that is a power of two, as far as the config's rules allow them. The layout does not change what is
-learned, so the fastest step wins; everything else in the config stays.
+mode and micro-batch, as far as the config's rules allow them, and the config as it stands. The layout does not change
+what is learned, so the fastest step wins; everything else in the config stays.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -62,7 +64,7 @@ def judge(config: Config, machine: Machine, bucket_elements: int) -> Candidate:
 def ranked(config: Config, machine: Machine, bucket_elements: int) -> list[Candidate]:
     """The best micro-batch of each layout, best layout first: those that fit by their step, then by what they lack."""
     best: dict[tuple[int, int, str], Candidate] = {}
-    for changed in _layouts(config, machine):
+    for changed in itertools.chain([config], _layouts(config, machine)):
         try:
             candidate = judge(changed, machine, bucket_elements)
         except UserError:
@@ -75,7 +77,7 @@ def ranked(config: Config, machine: Machine, bucket_elements: int) -> list[Candi
 def largest_micro_batch(config: Config, machine: Machine, bucket_elements: int) -> int | None:
     """The largest that fits with the rest of the config as it is and divides the global batch, or None."""
     share = config.train.global_batch_size * config.parallel.tensor_parallel_size // machine.ranks
-    for size in sorted((n for n in range(1, share + 1) if share % n == 0), reverse=True):
+    for size in reversed(_divisors(share)):
         changed = _changed(config, {"train": {"micro_batch_size": size}})
         if changed and judge(changed, machine, bucket_elements).fits:
             return size
@@ -124,27 +126,40 @@ def what_would_help(config: Config, machine: Machine, bucket_elements: int) -> l
 
 
 def _more_nodes(config: Config, machine: Machine, bucket_elements: int) -> list[str]:
-    nodes = machine.nodes * 2
-    while nodes <= MOST_NODES:
+    """The first number of nodes that does; of those that the global batch allows, each at least half as many again."""
+    nodes = machine.nodes
+    while nodes < MOST_NODES:
+        least = nodes + max(1, nodes // 2)
+        nodes = next((n for n in range(least, MOST_NODES + 1) if _divide(config, machine, n)), MOST_NODES)
         found = ranked(config, replace(machine, nodes=nodes), bucket_elements)
         if found and found[0].fits:
             return [f"fits on {nodes} nodes, as {found[0].name}"]
-        nodes *= 2
-    return [f"fits on no number of nodes up to {MOST_NODES}"]
+    return [f"fits on no number of nodes tried up to {MOST_NODES}"]
+
+
+def _divide(config: Config, machine: Machine, nodes: int) -> bool:
+    """Whether so many nodes can share the global batch at some tensor-parallel size inside a node."""
+    per_node = machine.ranks_per_node
+    return any(config.train.global_batch_size * tp % (nodes * per_node) == 0 for tp in _divisors(per_node))
 
 
 def _layouts(config: Config, machine: Machine) -> Iterator[Config]:
-    for tp in (size for size in range(1, machine.ranks_per_node + 1) if machine.ranks_per_node % size == 0):
+    for tp in _divisors(machine.ranks_per_node):
         share = config.train.global_batch_size * tp // machine.ranks
-        batches = [2**power for power in range(share.bit_length()) if share and share % 2**power == 0]
         for stage in range(4):
             for recompute in RECOMPUTE:
-                for batch in batches:
+                for batch in _divisors(share):
                     parallel = {"tensor_parallel_size": tp, "sequence_parallel": tp > 1, "zero_stage": stage}
                     train = {"micro_batch_size": batch, "recompute": recompute}
                     changed = _changed(config, {"parallel": parallel, "train": train})
                     if changed:
                         yield changed
+
+
+def _divisors(number: int) -> list[int]:
+    """In rising order; of 0 none."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _changed(config: Config, change: Change) -> Config | None:

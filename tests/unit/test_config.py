@@ -50,6 +50,7 @@ TINY = CONFIGS / "tiny.yaml"
         (["optimizer.betas=[0.9]"], "optimizer.betas holds too few values on the command line"),
         (["optimizer.betas=[2,3]"], "optimizer.betas must be less than 1 (got 2) on the command line"),
         (["optimizer.lr=inf"], "optimizer.lr must be a finite number (got inf) on the command line"),
+        (["train.max_steps=1e300"], "train.max_steps must be less than 2^63 (got 1e300) on the command line"),
         (["slow.initializer_range=-1"], "slow.initializer_range must be greater than 0 (got -1) on the command line"),
         (["train.seed=true"], "train.seed must not be true or false (got True) on the command line"),
         (["train.max_steps=2020-99-99"], "train.max_steps has a value that is not YAML"),

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from fastslow_scale.config import Config
+from fastslow_scale.model.documents import Documents
 from fastslow_scale.model.model import build_model
 from fastslow_scale.parallel.hardware import GPUS
 from fastslow_scale.parallel.ledger import Traffic
@@ -39,6 +40,7 @@ def machine(**changes: Any) -> Machine:
         "nodes": 1,
         "ranks_per_node": 8,
         "flops": 1e15,
+        "fp32_flops": 1e14,
         "memory_bytes": 80e9,
         "memory_bytes_per_second": 3e12,
         "link_bytes_per_second": 4e11,
@@ -86,8 +88,9 @@ def saved_bytes(config: Config) -> int:
         return tensor
 
     tokens = torch.randint(0, config.model.vocab_size, (config.train.micro_batch_size, config.train.seq_length))
+    documents = Documents.of_tokens(tokens, eos_id=1) if config.data.reset_at_document else None
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = model.hidden(tokens)
+        hidden = model.hidden(tokens, documents)
     assert hidden.requires_grad
     kept[hidden.untyped_storage().data_ptr()] = hidden.untyped_storage()  # the head's input
     return sum(storage.nbytes() for storage in kept.values())
@@ -114,6 +117,22 @@ def test_kept_activations_are_what_autograd_saves(recompute: str, dtype: str, va
         train={"seq_length": 128, "dtype": dtype, "recompute": recompute},
     )
     assert activations(config, on_gpu=False).kept == pytest.approx(saved_bytes(config), rel=0.02)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("pairs", [8, 4])
+@pytest.mark.parametrize(
+    ("window", "documents"), [(32, False), (100, False), (None, True), (100, True), (160, False), (10**4, False)]
+)
+def test_masked_attention_keeps_copies_and_masks(window: int | None, documents: bool, pairs: int, batch: int) -> None:
+    """Within 4%: what documents add to the exchanges, a number a token, is left out."""
+    config = small_config(
+        model=WIDE | {"num_key_value_heads": pairs, "attention_window": window},
+        slow={"num_attention_heads": 8, "num_key_value_heads": pairs, "num_layers": 2},
+        train={"seq_length": 256, "micro_batch_size": batch, "global_batch_size": batch},
+        data={"reset_at_document": documents},
+    )
+    assert activations(config, on_gpu=False).kept == pytest.approx(saved_bytes(config), rel=0.04)
 
 
 def test_plain_attention_keeps_its_weights() -> None:
@@ -156,6 +175,7 @@ def test_groups_follow_the_rank_order() -> None:
     assert groups["dp"].crosses
     assert not groups_of(machine(), 2)["dp"].crosses
     assert groups_of(machine(nodes=2, ranks_per_node=2), 4)["tp"].crosses
+    assert groups_of(machine(nodes=2, ranks_per_node=3), 2)["tp"].crosses  # ranks 2 and 3
 
 
 def test_a_ring_takes_as_long_as_its_slowest_link() -> None:
@@ -194,6 +214,61 @@ def test_attention_takes_the_time_of_the_keys_that_its_queries_meet(window: int 
     assert step_time(config, slow, BUCKET).parts["attention"] == pytest.approx(3.5 * forward / 0.5e12)
 
 
+def test_without_zero_every_rank_updates_all_weights() -> None:
+    """AdamW reads weight, gradient and both moments and writes three of them, in fp32; the weight's copy: 34 bytes."""
+    config = small_config(train={"global_batch_size": 8, "micro_batch_size": 1}, parallel={"zero_stage": 0})
+    sharded = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero_stage": 1})})
+    whole, part = (step_time(c, machine(), BUCKET).parts["gradients and optimizer"] for c in (config, sharded))
+    more = 34 * sum(optimizer_groups(config)) * (1 - 1 / 8)
+    assert whole - part == pytest.approx(more / (3e12 * HOPPER.memory))
+
+
+def test_zero_2_gathers_the_new_weights_after_the_step() -> None:
+    """Its sums run beside the backward, this does not."""
+    config = small_config(train={"global_batch_size": 8, "micro_batch_size": 1}, parallel={"zero_stage": 2})
+    links = machine(link_bytes_per_second=1e6, flops=1e3)  # the backward is far longer than the sums
+    shown = {key: entry for key, entry in planned_traffic(config, 8, BUCKET).items() if key[0] != "tp"}
+    hidden = [key for key in shown if key[0] == "dp" and key[1] != "all_gather"]
+    assert hidden
+    groups = groups_of(links, 1)
+    wanted = sum(
+        seconds(kind, entry, groups[name], links) for (name, kind), entry in shown.items() if (name, kind) not in hidden
+    )
+    assert step_time(config, links, BUCKET).parts["data-parallel communication"] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 3), ("selective", 4), ("full", 4)])
+def test_slow_attention_takes_the_time_of_fp32(recompute: str, times: int) -> None:
+    """All of S x S, scores and sums of values: 4 S^2 D a layer and sequence."""
+    config = small_config(
+        model={"hidden_size": 64, "num_attention_heads": 4},
+        slow={"pool_size": 4, "num_layers": 2, "exchange_after": [1, 2]},
+        train={"seq_length": 128, "recompute": recompute, "micro_batch_size": 2, "global_batch_size": 2},
+    )
+    slow, none = (machine(ranks_per_node=1, fp32_flops=speed) for speed in (1e9, 1e30))
+    more = step_time(config, slow, BUCKET).parts["slow path"] - step_time(config, none, BUCKET).parts["slow path"]
+    forward = 2 * 2 * 2 * 4 * 32**2 * 64  # sequences, exchanges, layers
+    assert more == pytest.approx(times * forward / (1e9 * HOPPER.matmul))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_all_reduces_of_the_slow_path_hide_behind_nothing(sequence_parallel: bool) -> None:
+    """Under sequence parallelism no product runs beside them; without, half of the layers' do."""
+    config = small_config(
+        model={"num_key_value_heads": 4},
+        parallel={"tensor_parallel_size": 2, "sequence_parallel": sequence_parallel, "zero_stage": 1},
+        train={"global_batch_size": 8, "micro_batch_size": 2},
+    )
+    traffic, groups = planned_traffic(config, 4, BUCKET), groups_of(machine(), 2)
+    shown = {"all_gather": 2 / 3, "reduce_scatter": 1 / 2} if sequence_parallel else {"all_reduce": 1 / 2}
+    wanted = sum(
+        shown.get(kind, 1.0) * seconds(kind, entry, groups[name], machine())
+        for (name, kind), entry in traffic.items()
+        if name == "tp"
+    )
+    assert step_time(config, machine(), BUCKET).parts["tensor-parallel communication"] == pytest.approx(wanted)
+
+
 def big(**train: Any) -> Config:
     tree = small_config(model=WIDE | {"num_key_value_heads": 8}, train={"dtype": "bf16"}, parallel={"zero_stage": 1})
     return Config.model_validate(tree.model_dump() | {"train": tree.train.model_dump() | train})
@@ -208,6 +283,18 @@ def test_the_search_ranks_what_fits_by_its_step() -> None:
     assert {layout.config.parallel.zero_stage for layout in found} == {1, 2, 3}  # bf16 with ZeRO-0 is refused
     loser = found[-1]
     assert f"{loser.time.seconds / found[0].time.seconds - 1:.1%} slower" in why_it_lost(loser, found[0])
+
+
+def test_the_search_tries_every_divisor_and_the_config_itself() -> None:
+    """480 sequences over 32 data-parallel ranks: 15 each, in micro-batches of 1, 3, 5 and 15."""
+    config = big(seq_length=64, global_batch_size=480, micro_batch_size=5)
+    eight_nodes = machine(nodes=8)
+    assert any(layout.config.train.micro_batch_size == 15 for layout in ranked(config, eight_nodes, BUCKET))
+    tree = config.model_dump()
+    tree["parallel"] |= {"tensor_parallel_size": 8, "sequence_parallel": False}  # the search itself takes it with
+    own = Config.model_validate(tree)
+    found = ranked(own, machine(ranks_per_node=4, nodes=2), BUCKET)  # and inside a node
+    assert any(layout.config == own for layout in found)
 
 
 def test_a_layout_that_does_not_fit_never_wins() -> None:
@@ -266,6 +353,8 @@ def test_the_command_prints_and_writes_a_plan(tmp_path: Path) -> None:
         (["--gpu", "h900"], "--gpu must be cpu or one of"),
         (["--gpus-per-node", 3], "parallel.tensor_parallel_size must divide the number of ranks"),
         (["--json", "/nonexistent/plan.json"], "cannot be written"),
+        (["--network-gbits", "inf"], "--network-gbits must be a finite number"),
+        (["train.max_steps=" + 400 * "9"], "train.max_steps must be less than 2^63"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[object], words: str) -> None:
@@ -273,3 +362,9 @@ def test_mistakes_are_one_line(arguments: list[object], words: str) -> None:
         assert words in fastslow("plan", "configs/tiny.yaml", "--gpus-per-node", 2, *arguments, status=2)
     else:
         assert words in refused("plan", "configs/tiny.yaml", *arguments)
+
+
+def test_a_config_that_does_not_divide_is_told_a_layout_that_does() -> None:
+    said = refused("plan", "configs/1b.yaml", "--nodes", 512)
+    assert "4 x 2048 (got 512 for 4096 ranks" in said
+    assert "a layout that can run there: TP 8 x DP 512" in said
