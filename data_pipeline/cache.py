@@ -40,7 +40,7 @@ class Cache:
         """`seconds_for_room`: how long to wait for others to let go of what they use.
 
         Raises:
-            UserError: the folder cannot be written.
+            UserError: the folder cannot be written, or its file system has no locks.
         """
         self.folder, self.limit = folder, limit
         self._seconds_for_room = seconds_for_room
@@ -49,6 +49,13 @@ class Cache:
             (folder / _LOCK).touch()
         except OSError as error:
             raise UserError(f"data.cache_dir {folder} cannot be written: {error.strerror}") from None
+        try:
+            with self._room_lock():
+                pass
+        except OSError as error:
+            raise UserError(
+                f"data.cache_dir {folder} cannot be locked: {error.strerror}; it must be on a disk of this machine"
+            ) from None
 
     def open(self, name: str, size: int, fetch: Callable[[Path], None]) -> int:
         """A descriptor of the whole entry, open for reading; it stays in the cache until that is closed.
@@ -151,7 +158,7 @@ class Cache:
 
     @contextmanager
     def _room_lock(self) -> Iterator[None]:
-        with (self.folder / _LOCK).open("rb") as lock:
+        with (self.folder / _LOCK).open("r+b") as lock:  # NFS gives exclusive locks to writers only
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -167,9 +174,11 @@ def _locked(descriptor: int) -> bool:
 
 def _remove_unused(path: Path) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
+    except PermissionError:  # another user's
+        return False
     try:
         if not _locked(descriptor):
             return False

@@ -45,6 +45,10 @@ class Report:
     shards: int | None = None
     clock_skew: float = 0.0
     """Seconds that this clock is ahead of the first machine's."""
+    machine: str = ""
+    """Its own name for itself; `host` is SLURM's."""
+    address: str = ""
+    """What `machine` means here: gloo tells the other machines to connect there. Empty: an interface is chosen."""
     problems: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,7 +69,7 @@ def examine(config: Config | None, ranks: int | None, quick: bool) -> Report:
     config: the run that is to start; None: only what does not depend on one.
     ranks: of the whole run; None: whatever the number, it fits.
     """
-    report = Report(own_name(), versions())
+    report = Report(own_name(), versions(), machine=socket.gethostname(), address=own_address())
     report.problems += [f"{line.split()[0]} is not installed" for line in report.versions if "not installed" in line]
     for look in (_look_at_gpus, _look_at_memory):
         report.problems += look(report)
@@ -75,7 +79,7 @@ def examine(config: Config | None, ranks: int | None, quick: bool) -> Report:
         report.problems += _look_at_disk(report, config.train.run_dir)
         report.problems += _look_at_data(report, config, quick)
     if not quick:
-        report.problems += _look_closer()
+        report.problems += _look_closer(report)
     return report
 
 
@@ -84,9 +88,23 @@ def own_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+def own_address() -> str:
+    """Where gloo listens unless GLOO_SOCKET_IFNAME names an interface: what this machine's name stands for here."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
 def _look_at_gpus(report: Report) -> Iterator[str]:
     """By nvidia-smi, which needs no CUDA context on any of them."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    given, visible = int(os.environ.get("SLURM_GPUS_ON_NODE", "0")), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible and all(name.isdigit() or name.startswith("GPU-") for name in visible.split(",")):
+        query.append(f"--id={visible}")  # the others may be other jobs'
+        given = min(given, len(visible.split(",")))
     if shutil.which("nvidia-smi"):
         try:
             found = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -95,11 +113,15 @@ def _look_at_gpus(report: Report) -> Iterator[str]:
             return
         for number, line in enumerate(found.strip().splitlines()):
             name, total, used = (part.strip() for part in line.split(","))
+            if not total.replace(".", "").isdigit() or not used.replace(".", "").isdigit():
+                report.gpus.append(name)  # [N/A]: its memory is the machine's own
+                continue
             report.gpus.append(f"{name} {float(total) / 1024:.0f} GiB")
             if float(used) > GPU_IN_USE * float(total):
                 yield f"GPU {number}: {float(used) / 1024:.0f} of {float(total) / 1024:.0f} GiB are in use"
-    given = int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
-    if given > len(report.gpus) and not torch_is_for_cpus():
+    if given and torch_is_for_cpus():
+        yield f"SLURM gave {given} GPUs, torch {importlib.metadata.version('torch')} is built without CUDA"
+    elif given > len(report.gpus):
         yield f"SLURM gave {given} GPUs, nvidia-smi shows {len(report.gpus)}"
 
 
@@ -162,7 +184,7 @@ def _open_shards(place: str, cache: CacheSettings, quick: bool) -> int:
     return count
 
 
-def _look_closer() -> Iterator[str]:
+def _look_closer(report: Report) -> Iterator[str]:
     """The packages can be imported, and every GPU computes."""
     for name in GPU_PACKAGES:
         try:
@@ -172,6 +194,8 @@ def _look_closer() -> Iterator[str]:
             return
     import torch
 
+    if report.gpus and not torch.cuda.is_available():
+        yield f"torch {torch.__version__} cannot use the GPUs: it is built without CUDA, or the driver is too old"
     for number in range(torch.cuda.device_count()):
         try:
             ones = torch.ones(256, 256, device=f"cuda:{number}")

@@ -107,6 +107,7 @@ def _visible_file(folder: Path | None) -> Iterator[str | None]:
 def judge(reports: Sequence[Report]) -> list[str]:
     """`host: what` for everything that would stop the run, differences from the first machine included."""
     first, lines = reports[0], []
+    several = len({report.machine for report in reports if report.machine}) > 1
     for report in reports:
         lines += [f"{report.host}: {problem}" for problem in report.problems]
         if not report.versions:
@@ -118,6 +119,11 @@ def judge(reports: Sequence[Report]) -> list[str]:
         ]
         if report.gpus != first.gpus:
             lines.append(f"{report.host}: GPUs {report.gpus} where {first.host} has {first.gpus}")
+        if several and report.address.startswith("127."):
+            lines.append(
+                f"{report.host}: the name {report.machine} means {report.address} there, which no other machine can "
+                "reach: mend /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface of the network"
+            )
         if abs(report.clock_skew) > MOST_SKEW:
             lines.append(f"{report.host}: its clock is {report.clock_skew:+.1f} s off that of {first.host}")
     return lines

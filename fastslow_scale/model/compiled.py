@@ -26,10 +26,12 @@ def compile_inner_parts(model: nn.Module) -> None:
     run computes what an uninterrupted one does. The first step waits for the compiler.
 
     Raises:
-        UserError: there is no C++ compiler.
+        UserError: there is no C++ compiler, or torch is too old to compile alike on all GPUs.
     """
     if not shutil.which("g++"):
         raise UserError("train.compile needs the C++ compiler g++, which was not found")
+    if torch.cuda.is_available():
+        _let_all_ranks_choose_the_same_kernels()
     prepare, activate = _in_training(queries_keys_values), _in_training(swiglu)
     normalize = _in_training(rms_norm)
     for module in model.modules():
@@ -39,6 +41,16 @@ def compile_inner_parts(model: nn.Module) -> None:
             module.activate = activate
         elif isinstance(module, RMSNorm):
             module.normalize = normalize
+
+
+def _let_all_ranks_choose_the_same_kernels() -> None:
+    """Otherwise each measures several on its GPU and takes the fastest: tensor-parallel peers could sum in different
+    orders, and so could a resumed run."""
+    import torch._inductor.config as inductor
+
+    if not hasattr(inductor, "deterministic"):
+        raise UserError(f"train.compile on GPUs needs a newer torch than {torch.__version__}")
+    inductor.deterministic = True
 
 
 def _in_training(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,17 @@ from fastslow_scale.model.linear import ReplicatedLinears
 from fastslow_scale.model.norm import RMSNorm
 
 
+def exactly(attend: Attend) -> Attend:
+    """The same attention with the kernel that keeps replicas equal, wherever it is called: in the forward, and once
+    more by the backward if activations are recomputed."""
+
+    def attend_exactly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+        with deterministic_attention(q.device):
+            return attend(q, k, v, window)
+
+    return attend_exactly
+
+
 @contextlib.contextmanager
 def deterministic_attention(device: torch.device) -> Iterator[None]:
     """Keep the replicas bitwise equal: on GPUs the fused attention kernels sum gradients in no fixed order."""
@@ -82,9 +93,8 @@ class SlowPath(nn.Module):
             attends = [causal_attention] * len(self.slow_layers)
         entered = self.pool_proj(self.pool_norm(p))
         y = entered if y is None else y + entered
-        with deterministic_attention(y.device):
-            for layer, attend in zip(self.slow_layers, attends, strict=True):
-                y = layer(y, rope, attend)
+        for layer, attend in zip(self.slow_layers, attends, strict=True):
+            y = layer(y, rope, exactly(attend))
         return y
 
     def phi(self, y: torch.Tensor) -> torch.Tensor:

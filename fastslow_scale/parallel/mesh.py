@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import warnings
 from dataclasses import dataclass
 
@@ -15,7 +16,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from data_pipeline.errors import UserError
 from fastslow_scale.parallel.cpu import install_cpu_shim
+
+ON_CPUS = "set CUDA_VISIBLE_DEVICES to nothing (CUDA_VISIBLE_DEVICES=) to train on CPUs"
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,20 @@ class Mesh:
 
 
 def start_process_group(timeout_seconds: int = 600) -> None:
-    """Join the job named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; alone (no RANK), a group of one."""
+    """Join the job named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; alone (no RANK), a group of one.
+
+    Raises:
+        UserError: this machine has fewer GPUs than ranks, or SLURM gave GPUs that torch cannot use.
+    """
     install_cpu_shim()
     if dist.is_initialized():
         return
+    given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    if given != "0" and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and not torch.cuda.is_available():
+        raise UserError(
+            f"SLURM gave {given} GPUs on {socket.gethostname()}, but torch {torch.__version__} cannot use them: it is "
+            f"built without CUDA, or the driver is too old; {ON_CPUS}"
+        )
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if torch.cuda.is_available():
@@ -54,10 +68,19 @@ def start_process_group(timeout_seconds: int = 600) -> None:
 
 
 def local_device() -> torch.device:
-    """The GPU of this rank on its node, or the CPU."""
+    """The GPU of this rank on its node, or the CPU.
+
+    Raises:
+        UserError: there are fewer GPUs than ranks.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if count == 1 and "SLURM_LOCALID" in os.environ:
+        number = 0  # SLURM can show each task its own GPU only (--gpus-per-task, --gpu-bind)
+    if number >= count:
+        raise UserError(f"this machine has more ranks than GPUs: {count}; use --nproc {count}, or {ON_CPUS}")
+    return torch.device("cuda", number)
 
 
 def build_mesh(tensor_parallel_size: int = 1, timeout_seconds: int = 600) -> Mesh:

@@ -54,7 +54,10 @@ class Engine:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             self.deepspeed, *_ = deepspeed.initialize(
-                model=model, optimizer=self.optimizer, config=engine_settings(config, mesh), mpu=DeepSpeedMpu(mesh)
+                model=model,
+                optimizer=self.optimizer,
+                config=engine_settings(config, mesh, max(p.numel() for p in model.parameters())),
+                mpu=DeepSpeedMpu(mesh),
             )
 
     @property
@@ -130,8 +133,8 @@ def global_grad_norm(params: list[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     return squares.sqrt()
 
 
-def engine_settings(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """DeepSpeed's configuration for this run."""
+def engine_settings(config: Config, mesh: Mesh, largest: int) -> dict[str, Any]:
+    """DeepSpeed's configuration for this run; largest: elements of this rank's largest weight."""
     on_gpu = mesh.device.type == "cuda"
     return {
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
@@ -145,7 +148,7 @@ def engine_settings(config: Config, mesh: Mesh) -> dict[str, Any]:
             "overlap_comm": on_gpu,
             "contiguous_gradients": True,
             # The default bucket of 5e8 elements is allocated whole, however small the model is.
-            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "reduce_bucket_size": bucket_elements(config, largest, on_gpu),
             "allgather_bucket_size": BUCKET_ELEMENTS,
         },
         "zero_allow_untested_optimizer": True,
@@ -155,6 +158,14 @@ def engine_settings(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 
 BUCKET_ELEMENTS = 50_000_000
+
+
+def bucket_elements(config: Config, largest: int, on_gpu: bool) -> int:
+    """DeepSpeed's ZeRO-2 frees a gradient that is larger than a bucket while its reduction may still run beside the
+    backward (`stage_1_and_2.py`, `clear_grad_attribute` after the extra-large path): there every gradient fits in one.
+    """
+    overlapped = on_gpu and config.parallel.zero_stage == 2
+    return max(BUCKET_ELEMENTS, largest) if overlapped else BUCKET_ELEMENTS
 
 
 def import_deepspeed() -> Any:

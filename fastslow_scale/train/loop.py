@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -117,6 +118,8 @@ class Trainer:
         self.config, self.mesh, self.folder = config, mesh, config.train.run_dir
         self.train_data, self.validation_data = open_data(config)
         self.data_log = DataLog(config, (self.train_data, self.validation_data))
+        if config.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # older torch refuses cuBLAS without it
         torch.use_deterministic_algorithms(config.train.deterministic)
         model = build_model(config, mesh)
         check_declarations(model)

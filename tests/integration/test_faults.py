@@ -120,6 +120,7 @@ def test_a_rank_that_hangs_is_named_with_its_host_and_step(config_file: Path, tm
     assert found, lines[-1]
     assert found[1] == socket.gethostname()
     assert int(found[2]) > 0, "a sign of life each second, and fifty steps take several"
+    assert any(re.match(r"warning: rank 2 on \S+ does not answer", line) for line in lines), "before any rank gives up"
 
 
 @pytest.mark.slow

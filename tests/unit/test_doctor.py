@@ -67,6 +67,15 @@ def test_what_differs_from_the_first_host_is_named() -> None:
     ]
 
 
+def test_a_name_that_means_the_machine_itself_is_no_address_for_others() -> None:
+    """As Debian writes it into /etc/hosts; the nodes of one machine, as in a test, may well meet there."""
+    first = Report("n1", ["torch 2"], machine="alpha", address="10.0.0.1")
+    alike = Report("n2", ["torch 2"], machine="alpha", address="127.0.1.1")
+    assert judge([first, alike]) == []
+    (line,) = judge([first, Report("n2", ["torch 2"], machine="beta", address="127.0.1.1")])
+    assert line.startswith("n2: the name beta means 127.0.1.1 there, which no other machine can reach")
+
+
 @pytest.mark.parametrize("skew", [7.0, -7.0])
 def test_a_clock_that_is_off_is_measured(skew: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other host asks in another thread, whose clock is shifted."""
@@ -121,6 +130,32 @@ def test_gpus_in_use_and_missing_ones_are_named(tmp_path: Path, monkeypatch: pyt
     assert report.gpus == ["NVIDIA H100 80GB HBM3 80 GiB"] * 2
     assert report.problems == ["GPU 1: 39 of 80 GiB are in use", "SLURM gave 8 GPUs, nvidia-smi shows 2"]
     assert report.line().startswith("gpu07: 2 x NVIDIA H100 80GB HBM3 80 GiB, ")
+
+
+def test_only_the_jobs_own_gpus_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a shared node the others are busy, and rightly."""
+    asked = tmp_path / "asked"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho \"$@\" > {asked}\nprintf 'NVIDIA GB10, [N/A], [N/A]\\n'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(doctor, "torch_is_for_cpus", lambda: False)
+    report = examine(None, None, quick=True)
+    assert asked.read_text().split()[-1] == "--id=3"
+    assert (report.gpus, report.problems) == (["NVIDIA GB10"], [])
+
+
+def test_gpus_without_a_torch_for_them_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(doctor, "torch_is_for_cpus", lambda: True)
+    assert not any("without CUDA" in line for line in examine(None, None, quick=True).problems)
+    assert any("cannot use the GPUs" in line for line in examine(None, None, quick=False).problems)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+    problem = examine(None, None, quick=True).problems[-1]
+    assert problem.startswith("SLURM gave 2 GPUs, torch ") and problem.endswith(" is built without CUDA")
 
 
 def test_ranks_that_do_not_fit_are_a_mistake() -> None:

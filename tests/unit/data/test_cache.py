@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import random
 import subprocess
@@ -9,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -187,3 +190,29 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"data\.cache_dir .*file/cache cannot be written: Not a directory"):
         Cache(tmp_path / "file" / "cache", 10)
+
+
+def test_locks_are_those_that_nfs_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes locks of byte ranges of them: exclusive ones need a file that is open for writing (flock(2))."""
+    real = fcntl.flock
+
+    def of_nfs(lock: IO[bytes] | int, kind: int) -> None:
+        mode = fcntl.fcntl(lock, fcntl.F_GETFL) & os.O_ACCMODE
+        if (kind & fcntl.LOCK_EX and mode == os.O_RDONLY) or (kind & fcntl.LOCK_SH and mode == os.O_WRONLY):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        real(lock, kind)
+
+    monkeypatch.setattr(fcntl, "flock", of_nfs)
+    cache = Cache(tmp_path, 10, 0.0)
+    assert read(cache.open("a", 6, writes(b"aaaaaa"))) == b"aaaaaa"
+    assert read(cache.open("b", 6, writes(b"bbbbbb"))) == b"bbbbbb"
+    assert names(cache) == {"b"}
+
+
+def test_a_folder_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(lock: object, kind: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.raises(UserError, match=r"cannot be locked: Function not implemented; it must be on a disk of this"):
+        Cache(tmp_path, 10, 0.0)
