@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
-COPIED = ("fastslow_scale", "data_pipeline", "tests", "configs", "pyproject.toml")
+COPIED = ("fastslow_scale", "data_pipeline", "tests", "configs", "benchmarks", "pyproject.toml")
 
 MODEL = "tests/unit/test_model.py"
 LOSS = "tests/unit/test_loss.py"
@@ -28,6 +28,7 @@ THEORY = "tests/unit/test_theory.py"
 BAD_NUMBERS = "tests/integration/test_bad_numbers.py"
 TIMELINE_TEST, MONITOR_TEST = "tests/unit/test_timeline.py", "tests/unit/test_monitor.py"
 INSIDE, RUN_LOCK_TEST = "tests/unit/test_inside.py", "tests/unit/test_run_lock.py"
+GPU_PATHS, PLAN_TEST = "tests/unit/test_gpu_paths.py", "tests/unit/test_plan.py"
 EXPORT, IMPORT_TEST = "tests/unit/test_export.py", "tests/unit/test_import.py"
 
 
@@ -768,6 +769,69 @@ BREAKS = [
         "fcntl.lockf(self._file",
         "fcntl.flock(self._file",
         RUN_LOCK_TEST,
+    ),
+    Break(
+        "one chunk of logits still there when the next is made",
+        "fastslow_scale/model/loss.py",
+        "            del losses, probabilities, grad_logits  # before the next chunk's logits are made\n",
+        "",
+        LOSS,
+    ),
+    Break(
+        "slow attention not held to the kernel that keeps replicas equal",
+        "fastslow_scale/model/slow_path.py",
+        "y = layer(y, rope, exactly(attend))",
+        "y = layer(y, rope, attend)",
+        GPU_PATHS,
+    ),
+    Break(
+        "gradients summed over ranks in bf16",
+        ENGINE_CODE,
+        '"communication_data_type": "fp32"',
+        '"communication_data_type": "bf16"',
+        f"{SANITY}::test_the_ledger_equals_the_formula",
+    ),
+    Break(
+        "a rank beyond the last GPU takes one all the same",
+        "fastslow_scale/parallel/mesh.py",
+        "if number >= count:",
+        "if number > count:",
+        GPU_PATHS,
+    ),
+    Break(
+        "a cache locked through a file that is open for reading",
+        "data_pipeline/cache.py",
+        '(self.folder / _LOCK).open("r+b")',
+        '(self.folder / _LOCK).open("rb")',
+        "tests/unit/data/test_cache.py",
+    ),
+    Break(
+        "a silent rank named again and again",
+        "fastslow_scale/train/heartbeat.py",
+        "self._seen[rank] = beat, math.inf",
+        "self._seen[rank] = beat, since",
+        "tests/unit/test_heartbeat.py",
+    ),
+    Break(
+        "plan: new weights gathered beside the backward",
+        "fastslow_scale/plan/roofline.py",
+        '(stage == 2 and kind != "all_gather")',
+        "stage == 2",
+        PLAN_TEST,
+    ),
+    Break(
+        "plan: without ZeRO each rank updates its share only",
+        "fastslow_scale/plan/roofline.py",
+        "share = trained / (dp if config.parallel.zero_stage else 1)",
+        "share = trained / dp",
+        PLAN_TEST,
+    ),
+    Break(
+        "plan: the copies of a window's keys left out",
+        "fastslow_scale/plan/activations.py",
+        "copies = 2 * met * pairs * size",
+        "copies = 0",
+        PLAN_TEST,
     ),
 ]
 

@@ -66,8 +66,8 @@ def exchange_traffic(config: Config) -> Entries:
 def optimizer_traffic(groups: list[int], config: Config, dp: int, bucket_elements: int) -> Entries:
     """What the engine moves in one step, ZeRO 0 to 2.
 
-    Gradients: an all-reduce of all trained elements over data-parallel ranks, once a step (ZeRO-0 and 1) or once a
-    micro-batch (ZeRO-2), in pieces of at most `bucket_elements`. ZeRO-1 and 2 then all-gather the updated weights of
+    Gradients: an all-reduce of all trained elements in fp32 over data-parallel ranks, once a step (ZeRO-0 and 1) or
+    once a micro-batch (ZeRO-2), in pieces of at most `bucket_elements`. ZeRO-1 and 2 then all-gather the updated weights of
     each parameter group, filled up to a multiple of 2 dp. The norm sums one number over each kind of ranks: of all
     gradients together, or of each parameter group by itself; ZeRO-2 in bf16 also sums an overflow flag of one byte.
 
@@ -85,7 +85,7 @@ def optimizer_traffic(groups: list[int], config: Config, dp: int, bucket_element
     if dp > 1:
         times = config.gradient_accumulation_steps(dp) if stage == 2 else 1
         pieces = -(-sum(groups) // bucket_elements)
-        traffic["dp", "all_reduce"] += Traffic(pieces, sum(groups) * element) * times
+        traffic["dp", "all_reduce"] += Traffic(pieces, sum(groups) * 4) * times
         if stage:
             padded = [-(-size // (2 * dp)) * (2 * dp) for size in groups]
             traffic["dp", "all_gather"] += Traffic(len(groups), sum(padded) * element)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fastslow_scale.config import Config
 from fastslow_scale.model.communication import step_traffic
 from fastslow_scale.parallel.ledger import Entries, Traffic
-from fastslow_scale.plan.activations import element_bytes
+from fastslow_scale.plan.activations import FP32, element_bytes
 from fastslow_scale.plan.engine_state import PERSISTENT_ELEMENTS, REUSE_ELEMENTS
 from fastslow_scale.plan.machine import LATENCY_SECONDS, Machine
 from fastslow_scale.plan.parameters import optimizer_groups, rank_weights
@@ -104,7 +104,7 @@ def _zero3_traffic(config: Config) -> Entries:
     again = max(0, sum(cut) - REUSE_ELEMENTS // 2)
     return {
         ("dp", "all_gather"): Traffic(2 * len(cut) if again else len(cut), (sum(cut) + again) * element),
-        ("dp", "reduce_scatter"): Traffic(len(own), sum(own) * element),
+        ("dp", "reduce_scatter"): Traffic(len(own), sum(own) * FP32),
     }
 
 

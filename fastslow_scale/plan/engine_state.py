@@ -8,10 +8,11 @@ w the largest weight's elements. Bytes:
                                          always       micro-batches
     0 fp32         4 N       8 n         -            4 n           4 n + their flat copy
     1 fp32         4 N       12 n / d    -            4 n           4 n + buckets
-    1 bf16         2 N       12 n / d    4 n          2 n           2 n + 6 n, see `flat_copies`
+    1 bf16         2 N       12 n / d    4 n          2 n           2 n + 4 n, see `flat_copies`
     2 fp32         4 N       12 n / d    -            4 n / d       8 n / d + buckets + 4 w
-    2 bf16         2 N       12 n / d    -            4 n / d       8 n / d, or 4 n / d + 4 k + 4 w
-    3              e N / d   12 n / d    4 n / d      -             e w; one bucket stays; weights gathered while in use
+    2 bf16         2 N       12 n / d    -            4 n / d       8 n / d, or 4 n / d + buckets + 6 k + 2 w
+    3              e N / d   12 n / d    4 n / d      -             (e + 4) w; a bucket in fp32 stays; weights gathered
+                                                                    while in use
 
 Optimizer: fp32 master weights and AdamW's two moments; with ZeRO-0 in fp32 the weights are their own masters. Buckets
 are k e bytes, two where the gradients do not fit into one or where reductions overlap with the backward (GPUs).
@@ -81,19 +82,20 @@ def engine_state(config: Config, dp: int, bucket_elements: int, on_gpu: bool) ->
         reduction = held + most_buckets
     elif stage == 1:
         gradients, held, buckets = FP32 * trained, element * trained, 0
-        reduction = held + max(flat_copies(groups, element))
+        reduction = held + max(flat_copies(groups))
     elif stage == 2 and element == FP32:
         held = FP32 * shard
         reduction = held + element * (shard + largest) + most_buckets
     elif stage == 2:
         held = FP32 * shard
-        reduction = held + max(FP32 * shard, 2 * element * min(bucket_elements, trained) + FP32 * largest)
+        copies = (element + FP32) * min(bucket_elements, trained)  # a full bucket, flat and then in fp32
+        reduction = held + max(FP32 * shard, buckets + copies + element * largest)
     else:
         small = sum(size for size in own if size < PERSISTENT_ELEMENTS)
         weights = element * (-(-every // dp) + small)
-        gradients, buffers, held, buckets = FP32 * shard, element * bucket_elements, 0, 0
+        gradients, buffers, held, buckets = FP32 * shard, FP32 * bucket_elements, 0, 0
         gathered = element * min(every - small, REUSE_ELEMENTS // 2 + largest)
-        reduction = 2 * element * largest
+        reduction = (element + FP32) * largest
     if config.gradient_accumulation_steps(dp) == 1:
         held = 0
     elif stage == 1 and element == FP32:
@@ -101,16 +103,13 @@ def engine_state(config: Config, dp: int, bucket_elements: int, on_gpu: bool) ->
     return EngineState(weights, optimizer, gradients, buffers, gathered, held, buckets, reduction)
 
 
-def flat_copies(groups: list[int], element: int) -> list[int]:
-    """Bytes of each of BF16_Optimizer's reductions: fp32 gradients of whole groups joined, and the cast of that.
-
-    A group that is reduced alone is not copied before the cast.
-    """
+def flat_copies(groups: list[int]) -> list[int]:
+    """Bytes of each of BF16_Optimizer's reductions: fp32 gradients of whole groups joined; one alone is not copied."""
     copies: list[int] = []
     joined: list[int] = []
     for number, size in enumerate(groups):
         joined.append(size)
         if sum(joined) > FLAT_ELEMENTS or number == len(groups) - 1:
-            copies.append(sum(joined) * (element + (FP32 if len(joined) > 1 else 0)))
+            copies.append(sum(joined) * FP32 if len(joined) > 1 else 0)
             joined = []
     return copies

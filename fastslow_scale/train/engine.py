@@ -141,8 +141,9 @@ def engine_settings(config: Config, mesh: Mesh, largest: int) -> dict[str, Any]:
         "gradient_accumulation_steps": config.gradient_accumulation_steps(mesh.dp_size),
         "gradient_clipping": config.optimizer.grad_clip if config.parallel.zero_stage else 0.0,
         "bf16": {"enabled": config.train.dtype == "bf16"},
-        # In bf16 the sum over micro-batches would lose small gradients.
+        # In bf16 the sums over micro-batches and over ranks would lose small gradients.
         "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
         "zero_optimization": {
             "stage": config.parallel.zero_stage,
             "overlap_comm": on_gpu,

@@ -116,6 +116,7 @@ def test_deepspeed_is_never_told_to_scramble_its_fragments() -> None:
     settings = engine_settings(load_config(TINY), single_process_mesh(), largest=10**6)
     assert "round_robin_gradients" not in settings["zero_optimization"]
     assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert settings["communication_data_type"] == "fp32"
 
 
 def test_steps_follow_from_tokens() -> None:

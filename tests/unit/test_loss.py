@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.memory import LiveBytes
 from fastslow_scale.model import loss as loss_module
 from fastslow_scale.model.loss import IGNORE, VocabularySlice, cross_entropy_sum, token_losses
 from fastslow_scale.parallel.mesh import Mesh, single_process_mesh
@@ -62,6 +63,22 @@ def test_no_tensor_holds_the_logits_of_all_tokens(mesh: Mesh) -> None:
         loss.backward()
     assert loss.item() == pytest.approx(tokens * math.log(rows), rel=1e-6)
     assert largest.bytes == 2**24, "16 MB, as promised; all logits would be 64 MB"
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, 1), (torch.bfloat16, 1.5)])
+def test_one_chunk_is_gone_before_the_next_is_made(dtype: torch.dtype, kept: float, mesh: Mesh) -> None:
+    """In fp32 all is done in place; in bf16 the logits stand beside their fp32 copy. A tenth is for small tensors."""
+    rows = 4096
+    tokens = 4 * loss_module.chunk_tokens(rows)
+    hidden, weight = torch.randn(tokens, 4).to(dtype), torch.randn(rows, 4).to(dtype)
+    labels = torch.randint(0, rows, (tokens,))
+    with LiveBytes() as live:
+        cross_entropy_sum(hidden.requires_grad_(), weight.requires_grad_(), labels, vocabulary=whole(rows, mesh))
+    assert live.peak < 1.1 * kept * 4 * loss_module.CHUNK_ELEMENTS
+
+
+def whole(rows: int, mesh: Mesh) -> VocabularySlice:
+    return VocabularySlice(0, rows, rows, mesh.tp_group)
 
 
 def test_equals_megatron_in_float32(mesh: Mesh) -> None:

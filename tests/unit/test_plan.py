@@ -163,8 +163,8 @@ def test_an_engine_of_bf16_holds_zero_s_bytes() -> None:
 
 
 def test_flat_copies_stop_after_500_million_elements() -> None:
-    assert flat_copies([600_000_000, 10, 20], 2) == [600_000_000 * 2, 30 * 6]
-    assert flat_copies([400_000_000, 200_000_000], 2) == [600_000_000 * 6]
+    assert flat_copies([600_000_000, 10, 20]) == [0, 30 * 4]
+    assert flat_copies([400_000_000, 200_000_000]) == [600_000_000 * 4]
 
 
 def test_groups_follow_the_rank_order() -> None:
