@@ -68,8 +68,9 @@ def optimizer_traffic(groups: list[int], config: Config, dp: int, bucket_element
 
     Gradients: an all-reduce of all trained elements in fp32 over data-parallel ranks, once a step (ZeRO-0 and 1) or
     once a micro-batch (ZeRO-2), in pieces of at most `bucket_elements`. ZeRO-1 and 2 then all-gather the updated
-    weights of each parameter group, filled up to a multiple of 2 dp. The norm sums one number over each kind of ranks: of all
-    gradients together, or of each parameter group by itself; ZeRO-2 in bf16 also sums an overflow flag of one byte.
+    weights of each parameter group, filled up to a multiple of 2 dp. The norm sums one number over each kind of
+    ranks: of all gradients together, or of each parameter group by itself; ZeRO-2 in bf16 also sums an overflow flag
+    of one byte.
 
     Args:
         groups: trained elements on this rank, by parameter group of the optimizer.
