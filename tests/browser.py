@@ -6,16 +6,18 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from selenium import webdriver
+from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.commands import running
 
 SECONDS = 60
+LOADS = 3
 TEXT = """
 const found = [];
 (function walk(node) {
@@ -54,12 +56,17 @@ class Browser:
         self.driver = driver
 
     def open(self, address: str, *texts: str) -> str:
-        """Load a page, wait until it shows all of these texts, return all of its text, shadow roots included."""
-        self.driver.get("about:blank")  # an address that differs only after # would not be loaded anew
-        self.driver.get(address)
-        wait = WebDriverWait(self.driver, SECONDS)
-        wait.until(lambda _: all(text in self.text() for text in texts), f"{address} never showed all of {texts}")
-        return self.text()
+        """Load a page, wait until it shows all of these texts, return all of its text, shadow roots included.
+
+        A page that was loaded before TensorBoard had read the run does not ask again: it is loaded anew.
+        """
+        for _ in range(LOADS):
+            self.driver.get("about:blank")  # an address that differs only after # would not be loaded anew
+            self.driver.get(address)
+            with suppress(TimeoutException):
+                WebDriverWait(self.driver, SECONDS).until(lambda _: all(text in self.text() for text in texts))
+                return self.text()
+        raise AssertionError(f"{address} never showed all of {texts}")
 
     def row(self, heading: str, name: str, cells: int) -> list[str]:
         """Wait for the first row below a table's last heading; its cells, the name first."""
