@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from benchmarks.memory import CASES, RANKS, measure, predict
@@ -44,3 +47,13 @@ def test_full_recomputation_repeats_these_messages(sequence_parallel: bool) -> N
         more = {key: (entry.calls - before[key].calls, entry.bytes - before[key].bytes) for key, entry in after.items()}
         expected = {key: (entry.calls, entry.bytes) for key, entry in recomputed_traffic(layout.of(full)).items()}
         assert {key: value for key, value in more.items() if value != (0, 0)} == expected
+
+
+@pytest.mark.slow
+def test_a_model_that_no_machine_here_holds_needs_what_is_predicted() -> None:
+    """512 ranks of the 7B config by fake tensors, every recomputation mode."""
+    command = [sys.executable, "benchmarks/fake_memory.py", "configs/7b.yaml", "--world-size", "512"]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[2:]
+    ratios = {line.split(" | ")[1]: float(line.split(" | ")[-1].rstrip(" |")) for line in table}
+    assert list(ratios) == ["none", "selective", "full"]
+    assert list(ratios.values()) == pytest.approx([1, 1, 1], abs=0.05)
