@@ -99,7 +99,9 @@ def own_address() -> str:
 
 
 def _look_at_gpus(report: Report) -> Iterator[str]:
-    """By nvidia-smi, which needs no CUDA context on any of them."""
+    """By nvidia-smi, which needs no CUDA context on any of them. None are looked at that the user has hidden."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return
     query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
     given, visible = int(os.environ.get("SLURM_GPUS_ON_NODE", "0")), os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if visible and all(name.isdigit() or name.startswith("GPU-") for name in visible.split(",")):
@@ -119,9 +121,9 @@ def _look_at_gpus(report: Report) -> Iterator[str]:
             report.gpus.append(f"{name} {float(total) / 1024:.0f} GiB")
             if float(used) > GPU_IN_USE * float(total):
                 yield f"GPU {number}: {float(used) / 1024:.0f} of {float(total) / 1024:.0f} GiB are in use"
-    if given and torch_is_for_cpus():
+    if given and report.gpus and torch_is_for_cpus():
         yield f"SLURM gave {given} GPUs, torch {importlib.metadata.version('torch')} is built without CUDA"
-    elif given > len(report.gpus):
+    elif given > len(report.gpus) and not torch_is_for_cpus():
         yield f"SLURM gave {given} GPUs, nvidia-smi shows {len(report.gpus)}"
 
 

@@ -31,9 +31,12 @@ class Documents:
         return cls((tokens == eos_id).cumsum(1))
 
     def padded(self, length: int) -> Documents:
-        """Tokens up to `length`, which come after all others, join the last document."""
+        """Tokens up to `length`, which come after all others, join the last document.
+
+        Always a new object, whose masks go when the pass that made them is over.
+        """
         missing = length - self.ids.shape[1]
-        return Documents(torch.cat([self.ids, self.ids[:, -1:].expand(-1, missing)], 1)) if missing else self
+        return Documents(torch.cat([self.ids, self.ids[:, -1:].expand(-1, missing)], 1))
 
     def of_blocks(self, pool_size: int, num_blocks: int) -> Documents:
         """The document of each block's last token: [B, S]."""

@@ -11,14 +11,16 @@ import os
 import socket
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from data_pipeline.errors import UserError
+from fastslow_scale.errors import RunError
 from fastslow_scale.parallel.cpu import install_cpu_shim
 
+DRIVER = Path("/dev/nvidiactl")
 ON_CPUS = "set CUDA_VISIBLE_DEVICES to nothing (CUDA_VISIBLE_DEVICES=) to train on CPUs"
 
 
@@ -45,14 +47,16 @@ def start_process_group(timeout_seconds: int = 600) -> None:
     """Join the job named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; alone (no RANK), a group of one.
 
     Raises:
-        UserError: this machine has fewer GPUs than ranks, or SLURM gave GPUs that torch cannot use.
+        RunError: this machine has fewer GPUs than ranks, or GPUs that SLURM gave and torch cannot use. Other ranks may
+            be well, so that each says it for itself.
     """
     install_cpu_shim()
     if dist.is_initialized():
         return
     given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
-    if given != "0" and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and not torch.cuda.is_available():
-        raise UserError(
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if given != "0" and DRIVER.exists() and not hidden and not torch.cuda.is_available():
+        raise RunError(
             f"SLURM gave {given} GPUs on {socket.gethostname()}, but torch {torch.__version__} cannot use them: it is "
             f"built without CUDA, or the driver is too old; {ON_CPUS}"
         )
@@ -60,7 +64,8 @@ def start_process_group(timeout_seconds: int = 600) -> None:
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if torch.cuda.is_available():
         torch.cuda.set_device(local_device())
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
+    # DeepSpeed insists on it, and takes it for the GPU's number.
+    os.environ["LOCAL_RANK"] = str(local_device().index or 0)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
@@ -71,15 +76,16 @@ def local_device() -> torch.device:
     """The GPU of this rank on its node, or the CPU.
 
     Raises:
-        UserError: there are fewer GPUs than ranks.
+        RunError: there are fewer GPUs than ranks.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if count == 1 and "SLURM_LOCALID" in os.environ:
+    is_task = "TORCHELASTIC_RUN_ID" not in os.environ and os.environ.get("SLURM_LOCALID") == str(number)
+    if count == 1 and is_task:
         number = 0  # SLURM can show each task its own GPU only (--gpus-per-task, --gpu-bind)
     if number >= count:
-        raise UserError(f"this machine has more ranks than GPUs: {count}; use --nproc {count}, or {ON_CPUS}")
+        raise RunError(f"this machine has more ranks than GPUs: {count}; use --nproc {count}, or {ON_CPUS}")
     return torch.device("cuda", number)
 
 

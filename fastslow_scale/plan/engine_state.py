@@ -69,6 +69,8 @@ def engine_state(config: Config, dp: int, bucket_elements: int, on_gpu: bool) ->
     stage, element = config.parallel.zero_stage, element_bytes(config)
     own, groups = rank_weights(config), optimizer_groups(config)
     every, trained, largest = sum(own), sum(groups), max(own)
+    if on_gpu and stage == 2:
+        bucket_elements = max(bucket_elements, largest)  # `bucket_elements` of train/engine.py says why
     shard = -(-trained // dp)
     bucket = bucket_elements * element
     buckets = bucket * (2 if on_gpu else 1)

@@ -152,6 +152,7 @@ def _memory(plan: Plan) -> list[str]:
         ("buffers and buckets", engine.buffers + engine.buckets + kept.gather_buffer),
         ("kept by the fast layers", kept.fast_layers),
         ("kept by the exchanges", kept.exchanges),
+        ("masks of documents", kept.masks),
         ("loss: a chunk of logits, gradients", kept.loss),
     ]
     result = ["GB of one rank", *(f"  {name:40}{size / 1e9:>10.3f}" for name, size in rows if size)]

@@ -62,7 +62,7 @@ class Heartbeat:
         self._ended.set()
         self._thread.join()
         with contextlib.suppress(RuntimeError):
-            self._store.delete_key(f"heartbeat/{self._rank}")  # silent from now on, and rightly
+            self._store.set(f"heartbeat/{self._rank}", "")  # silent from now on, and rightly
 
     def silent_ranks(self) -> list[Beat]:
         """The ranks that have left no sign while this one waits for `MISSED` intervals."""
@@ -105,8 +105,8 @@ class Heartbeat:
         beats = {}
         for rank in ranks:
             key = f"heartbeat/{rank}"
-            if self._store.check([key]):
-                beats[rank] = Beat(rank, **json.loads(self._store.get(key)))
+            if self._store.check([key]) and (beat := self._store.get(key)):
+                beats[rank] = Beat(rank, **json.loads(beat))
         return beats
 
 

@@ -48,6 +48,12 @@ def test_all_hosts_are_heard_in_their_order() -> None:
     assert judge(found) == []
 
 
+def test_hosts_that_meet_on_the_loopback_are_one_machine() -> None:
+    """Nodes with names of their own in namespaces of one machine: for them such an address is good."""
+    reports = [Report(f"n{n}", ["torch 2"], machine=f"n{n}", address=f"127.0.1.{n}") for n in (1, 2)]
+    assert judge(called(["n1", "n2"], reports)) == []
+
+
 def test_a_silent_host_is_named() -> None:
     found = called(["n1", "n2", "n3"], [Report("n1", ["torch 2"]), Report("n3", ["torch 2"])], seconds=2)
     assert judge(found) == ["n2: no answer: it cannot start Python here, or cannot reach n1"]
@@ -153,6 +159,10 @@ def test_gpus_without_a_torch_for_them_are_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(doctor, "torch_is_for_cpus", lambda: True)
     assert not any("without CUDA" in line for line in examine(None, None, quick=True).problems)
     assert any("cannot use the GPUs" in line for line in examine(None, None, quick=False).problems)
+    with monkeypatch.context() as hidden:
+        hidden.setenv("CUDA_VISIBLE_DEVICES", "")
+        hidden.setenv("SLURM_GPUS_ON_NODE", "2")
+        assert examine(None, None, quick=False).problems == []
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
     problem = examine(None, None, quick=True).problems[-1]
     assert problem.startswith("SLURM gave 2 GPUs, torch ") and problem.endswith(" is built without CUDA")

@@ -61,3 +61,4 @@ def test_a_rank_that_has_ended_well_is_not_silent(start: Start) -> None:
     assert silent(first, 0) == []
     second.close()
     assert silent(first, PATIENCE + 1) == []
+    assert [beat.rank for beat in first._read(range(3)).values()] == [0]
