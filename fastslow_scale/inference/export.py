@@ -116,6 +116,7 @@ def hf_config(config: Config, kind: str, tokenizer: Tokenizer) -> dict[str, Any]
         "rope_theta": model.rope_theta,
         "tie_word_embeddings": model.tie_word_embeddings,
         "torch_dtype": "float32",
+        "reset_at_document": config.data.reset_at_document,  # for `fastslow eval`; transformers passes it over
         **_special_ids(tokenizer),
     }
     if kind == "llama":

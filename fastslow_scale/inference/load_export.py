@@ -72,7 +72,9 @@ def config_of_export(folder: Path) -> Config:
         model["attention_window"] = described.get("attention_window", described.get("sliding_window"))
         train = {"seq_length": described["max_position_embeddings"], "max_steps": 1}
         train |= {"micro_batch_size": 1, "global_batch_size": 1}
-        return Config.model_validate({"model": model, "slow": described.get("slow", {}), "train": train})
+        data = {"reset_at_document": described.get("reset_at_document", False)}
+        slow = described.get("slow", {})
+        return Config.model_validate({"model": model, "slow": slow, "data": data, "train": train})
     except KeyError as error:
         raise UserError(f"{folder / 'config.json'} lacks the key {error}") from None
     except (ValueError, TypeError, AttributeError, ValidationError) as error:

@@ -82,7 +82,7 @@ class FastSlowModel(nn.Module):
         batch, length = tokens.shape
         padding = self.hidden_length(length) - length
         flat = F.pad(labels, (0, padding), value=IGNORE).t().reshape(-1)
-        losses = self.lm_head.token_losses(self.hidden(tokens, documents), flat)
+        losses = self.lm_head(self.hidden(tokens, documents), flat, per_token=True)
         return losses.view(-1, batch).t()[:, :length]
 
     def logits(self, tokens: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
@@ -149,13 +149,10 @@ class LMHead(nn.Module):
         rows = padded_vocab_size // mesh.tp_size
         self.vocabulary = VocabularySlice(mesh.tp_rank * rows, rows, vocab_size, mesh.tp_group)
 
-    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """[t, B, D] of this rank and [T * B] labels -> the summed loss."""
-        return cross_entropy_sum(self._whole(hidden).flatten(0, 1), self.weight, labels, self.vocabulary)
-
-    def token_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """[t, B, D] of this rank and [T * B] labels -> [T * B]."""
-        return token_losses(self._whole(hidden).flatten(0, 1), self.weight, labels, self.vocabulary)
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor, per_token: bool = False) -> torch.Tensor:
+        """[t, B, D] of this rank and [T * B] labels -> the summed loss, or every token's without gradients, [T * B]."""
+        loss = token_losses if per_token else cross_entropy_sum
+        return loss(self._whole(hidden).flatten(0, 1), self.weight, labels, self.vocabulary)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[t, B, D] of this rank -> [T, B, vocab_size]."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import statistics as plain
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from rich.console import Console
 
+from data_pipeline.errors import UserError
 from fastslow_scale.monitor.metrics import FILE_NAME, Record, RunSummary, read_metrics
 from fastslow_scale.study.arms import Arm, Size, size_of
 from fastslow_scale.study.execute import execute
 from fastslow_scale.study.measure import Measured, measure
 from fastslow_scale.study.runs import Run, Study
 from fastslow_scale.study.statistics import Comparison, compare, holm, spread
+from fastslow_scale.train.checkpoint_files import read_manifest
 
 FIRST_STEPS = 2
 """Logged steps left out of a run's step time: allocations and caches settle."""
@@ -115,9 +119,10 @@ def ablate(study: Study, jobs: int, nproc: int, console: Console) -> Ablation | 
             return None
         for run in study.sweep_runs():
             sweep.setdefault(run.arm, {})[run.config().optimizer.lr] = final_loss(run)
-        study = study.with_rates({arm: min(losses, key=losses.__getitem__) for arm, losses in sweep.items()})
+        study = study.with_rates({arm: best_rate(losses) for arm, losses in sweep.items()})
     if not execute([*study.runs(), *study.order_runs()], jobs, nproc, console):
         return None
+    require_same_data([*study.runs(), *study.order_runs()])
     results = {arm.name: ArmResult(arm, *_of(study, arm), []) for arm in study.arms}
     with console.status("measuring"):
         for run in study.runs():
@@ -131,6 +136,22 @@ def ablate(study: Study, jobs: int, nproc: int, console: Console) -> Ablation | 
         order_losses=[final_loss(run) for run in study.order_runs()],
         sweep=sweep,
     )
+
+
+def best_rate(losses: dict[float, float]) -> float:
+    """The rate with the lowest loss; one whose loss is not a number is no candidate."""
+    return min(losses, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf)
+
+
+def require_same_data(runs: Sequence[Run]) -> None:
+    """Raise `UserError` where finished runs saw different data: the folder at data.path was made anew between them."""
+    seen: dict[str, Run] = {}
+    for run in runs:
+        manifest = read_manifest(run.folder / f"checkpoints/step_{run.config().train.num_steps:08d}")
+        seen.setdefault(manifest["state"]["data_fingerprint"], run)
+    if len(seen) > 1:
+        one, other, *_ = (str(run.folder) for run in seen.values())
+        raise UserError(f"{one} and {other} were trained on different data, so they are not compared")
 
 
 def _of(study: Study, arm: Arm) -> tuple[Size, float]:

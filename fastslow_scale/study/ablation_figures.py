@@ -110,14 +110,14 @@ def draw_costs(found: Ablation) -> Figure:
 
 
 def curves(arm: ArmResult, key: str) -> tuple[Array, Array]:
-    """Tokens [n] and a logged number [seeds, n]; of lists the first entry."""
-    tokens, rows = [], []
+    """Tokens [n] and a logged number [seeds, n], where all runs have logged it; of lists the first entry."""
+    rows = []
     for run in arm.runs:
-        logged = [record for record in run.records if key in record and "loss" in record]
-        tokens = [record["tokens"] for record in logged]
-        values = [record[key] for record in logged]
-        rows.append([value[0] if isinstance(value, list) else value for value in values])
-    return np.array(tokens, dtype=np.float64), np.array(rows, dtype=np.float64)
+        logged = {record["tokens"]: record[key] for record in run.records if key in record and "loss" in record}
+        rows.append({tokens: value[0] if isinstance(value, list) else value for tokens, value in logged.items()})
+    shared = sorted(set.intersection(*(set(row) for row in rows)))
+    values = [[row[tokens] for tokens in shared] for row in rows]
+    return np.array(shared, dtype=np.float64), np.array(values, dtype=np.float64)
 
 
 def by_position(arm: ArmResult) -> Array:

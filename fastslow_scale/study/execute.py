@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import IO
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -28,9 +29,10 @@ LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Going:
-    """A run whose process has been started."""
+    """A run whose process has been started. Of those that go side by side each has a slot of its own."""
 
     run: Run
+    slot: int
     process: subprocess.Popen[bytes]
     log: IO[bytes]
     started: float
@@ -43,7 +45,7 @@ class Going:
 
 
 def execute(runs: Sequence[Run], jobs: int, nproc: int, console: Console) -> bool:
-    """Run all that are not finished, `jobs` side by side, each with `nproc` ranks and its share of the cores.
+    """Run all that are not finished, `jobs` side by side, each with `nproc` ranks, its share of cores, its own GPUs.
 
     Returns:
         False if this process was told to stop: the runs have then stopped at checkpoints.
@@ -64,7 +66,8 @@ def execute(runs: Sequence[Run], jobs: int, nproc: int, console: Console) -> boo
         task = bar.add_task("", total=sum(steps.values()))
         while going or (waiting and not failures and not told):
             while waiting and len(going) < jobs and not failures and not told:
-                going.append(_start(waiting.pop(0), nproc, threads))
+                slot = min(set(range(jobs)) - {each.slot for each in going})
+                going.append(_start(waiting.pop(0), slot, nproc, threads))
             done = len(runs) - len(waiting) - len(going)
             names = ", ".join(f"{each.run.arm} {each.run.seed}" for each in going)
             bar.update(
@@ -85,21 +88,32 @@ def execute(runs: Sequence[Run], jobs: int, nproc: int, console: Console) -> boo
     return not told
 
 
-def _start(run: Run, nproc: int, threads: int) -> Going:
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them; none on a machine without."""
+    if not torch.cuda.is_available():
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+
+
+def _start(run: Run, slot: int, nproc: int, threads: int) -> Going:
     run.folder.mkdir(parents=True, exist_ok=True)
     log = (run.folder / "log").open("ab")
     # Through this module the run ends with this process, however that ends. In a session of its own it is sent a
     # terminal's Ctrl-C once, by `_stop_signals_handed_on`; twice would end it without a checkpoint.
     command = [sys.executable, "-m", "fastslow_scale.launch.rank", str(os.getpid()), "fastslow_scale.cli"]
+    environment = {"OMP_NUM_THREADS": str(threads)}
+    if gpus := visible_gpus():
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slot * nproc : (slot + 1) * nproc])
     process = subprocess.Popen(
         [*command, "train", run.config_path, *run.overrides, "--nproc", str(nproc)],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+        env=os.environ | environment,
         start_new_session=True,
     )
-    return Going(run, process, log, time.monotonic())
+    return Going(run, slot, process, log, time.monotonic())
 
 
 @contextlib.contextmanager

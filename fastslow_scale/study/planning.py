@@ -39,7 +39,9 @@ def plan_study(
         raise UserError(f"--baseline {baseline} is none of the arms {', '.join(names)}")
     config = load_config(config_path, given)
     refuse_missing_wandb(config)
-    open_data(config)
+    _, validation = open_data(config)
+    if (rows := min(validation.num_samples, config.validation.max_sequences)) < 2:
+        raise UserError(f"a study measures on at least 2 validation sequences (got {rows})")
     rates = _rates(lr_sweep)
     for arm in arms if rates else []:
         if any(override.startswith("optimizer.lr=") for override in arm.overrides):

@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 
+from data_pipeline.errors import UserError
 from data_pipeline.mixture import Data
 from fastslow_scale.config import Config
 from fastslow_scale.model.coupling import Exchange
@@ -31,7 +32,11 @@ class HeldOut:
 
     @classmethod
     def read(cls, data: Data, config: Config, device: torch.device, limit: int, batch_size: int = 16) -> HeldOut:
-        """The first `limit` sequences of a split, or all; one less where a single one would be left over."""
+        """The first `limit` sequences of a split, or all; one less where a single one would be left over.
+
+        Raises:
+            UserError: there are fewer than two.
+        """
         count = min(limit, data.num_samples)
         tokens, labels = inputs_and_labels(data.rows(list(range(count))).long(), data.pad_id)
         batches = []
@@ -40,6 +45,8 @@ class HeldOut:
                 part = part.to(device)
                 documents = Documents.of_tokens(part, data.eos_id) if config.data.reset_at_document else None
                 batches.append((part, targets.to(device), documents))
+        if not batches:
+            raise UserError(f"a study measures on at least 2 validation sequences (got {count})")
         return cls(batches)
 
     @property

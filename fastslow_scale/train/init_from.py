@@ -20,9 +20,11 @@ from fastslow_scale.train.zero_fragments import EngineState
 EXCHANGES = "exchanges."
 # With these changed, weights of the same shapes would be another function.
 MUST_AGREE = {
-    "model": ("vocab_size", "num_attention_heads", "num_key_value_heads"),
-    "slow": ("num_attention_heads", "num_key_value_heads"),
+    "model": ("vocab_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"),
+    "slow": ("num_attention_heads", "num_key_value_heads", "pool_size", "exchange_after"),
 }
+# May change on purpose, for longer sequences; never without a word.
+TOLD = ("rope_theta", "attention_window")
 
 
 @torch.no_grad()
@@ -55,7 +57,10 @@ def load_weights(engine: Any, mesh: Mesh, config: Config, tokenizer_sha256: str)
     )
     engine_state.push_masters()
     passed_over = [f"passed over checkpoint {other}: {reason}" for other, reason in found.passed_over]
-    return [*passed_over, f"starting from the weights of {path}"]
+    theirs, ours = read_manifest(path)["state"]["config"]["model"], config.model.model_dump()
+    different = [key for key in TOLD if theirs[key] != ours[key]]
+    changed = [f"model.{key} was {theirs[key]} there, it is {ours[key]} here" for key in different]
+    return [*passed_over, f"starting from the weights of {path}", *changed]
 
 
 def _require_same_function(path: Path, config: Config, tokenizer_sha256: str) -> None:
@@ -66,6 +71,8 @@ def _require_same_function(path: Path, config: Config, tokenizer_sha256: str) ->
             f"{path} was trained with another tokenizer than this run's data: sha256 "
             f"{state['tokenizer_sha256'][:12]} there, {tokenizer_sha256[:12]} here"
         )
+    if config.model.variant == "frozen" and state["config"]["model"]["variant"] not in ("dense", "frozen"):
+        raise UserError(f"{path} has gates that have learned, which model.variant=frozen would hold open")
     both_coupled = "dense" not in (state["config"]["model"]["variant"], config.model.variant)
     keys = {section: names for section, names in MUST_AGREE.items() if section != "slow" or both_coupled}
     refuse_other_values(path, state["config"], config, keys)

@@ -82,6 +82,12 @@ def _train(
     """`train` in a folder that no other job trains into. `notes`: to be told before anything else."""
     trainer = Trainer(config, mesh)
     notes = notes + trainer.resume(resume)
+    rows, wanted = trainer.validation_data.num_samples, config.validation.max_sequences
+    if config.data.sources and rows < wanted:  # where one of them ends, so does the mixture
+        notes = [
+            *notes,
+            f"validating on {rows:,} sequences, not {wanted:,}: one of data.sources has no more for its weight",
+        ]
     folder = on_main(mesh, lambda: open_run_folder(config, command, trainer.train_data))
     total = config.train.num_steps
     with open_monitor(folder, config, trainer.step, mesh) as monitor:
@@ -279,9 +285,9 @@ class Trainer:
         gates = [exchange.gate for exchange in model.exchanges]
         for exchange in model.exchanges:
             exchange.measure = True
-        with self.engine.gathered([*gates, model.lm_head.weight]):
-            losses = model.token_losses(inputs, labels, self.documents(inputs)).float()
+        with self.engine.gathered(gates):  # ZeRO-3 lets go of them after the forward, whatever else holds them
             values = {f"gate/{k}": gate.detach().float().cpu() for k, gate in enumerate(gates)}
+        losses = model.token_losses(inputs, labels, self.documents(inputs)).float()
         values |= {
             f"slow_state/{k}": e.state.float().cpu() for k, e in enumerate(model.exchanges) if e.state is not None
         }
@@ -339,7 +345,10 @@ class Trainer:
 
     def refuse_other_origin(self, checkpoint: Path) -> None:
         """Raise `UserError` where the checkpoint was trained on other data or tokens, with another model or batch."""
-        state, data = read_manifest(checkpoint)["state"], self.train_data
+        manifest, data = read_manifest(checkpoint), self.train_data
+        state = manifest["state"]
+        if "engine" not in manifest:
+            raise UserError(f"{checkpoint} holds weights and no more: start from it with train.init_from")
         if state["tokenizer_sha256"] != data.tokenizer_sha256:
             raise UserError(
                 f"{checkpoint} was trained with another tokenizer than that of {data.location}: sha256 "

@@ -103,6 +103,7 @@ def test_finished_runs_are_only_reported(study: Path, config_file: Path) -> None
         (["train.seed=3"], "train.seed is the study's own to set"),
         (["model.variant=unshifted"], "model.variant is not trained: a block's mean"),
         (["data.path=/nowhere"], "/nowhere"),
+        (["validation.max_sequences=1"], "at least 2 validation sequences (got 1)"),
         (["--arguments-of", "15"], "--arguments-of must be less than the study's 15 runs"),
     ],
 )

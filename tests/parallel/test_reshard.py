@@ -234,6 +234,8 @@ REFUSED: dict[str, dict[str, dict[str, Any]]] = {
     "more layers": {"model": {"num_hidden_layers": 4}},
     "no such run": {"train": {"init_from": "nowhere"}},
     "coupled to dense": {"model": {"variant": "dense"}, "train": {"init_from": "coupled 1"}},
+    "other blocks": {"slow": {"pool_size": 9}, "train": {"init_from": "coupled 1"}},
+    "open gates held": {"model": {"variant": "frozen"}, "train": {"init_from": "coupled 1"}},
 }
 
 
@@ -280,6 +282,10 @@ def test_a_coupled_run_starts_as_the_dense_one_whose_weights_it_takes(config: Co
         "no such run": f"train.init_from: run {tmp_path}/nowhere does not exist",
         "coupled to dense": f"train.init_from: {tmp_path}/coupled 1/checkpoints/step_00000000 "
         "has exchanges.0.gate, which this model lacks",
+        "other blocks": f"train.init_from: slow.pool_size is 9, but {tmp_path}/coupled 1/checkpoints/step_00000000 "
+        f"was trained with {config.slow.pool_size}",
+        "open gates held": f"train.init_from: {tmp_path}/coupled 1/checkpoints/step_00000000 has gates that have "
+        "learned, which model.variant=frozen would hold open",
     }
 
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from data_pipeline.errors import UserError
 from fastslow_scale import cli
 from fastslow_scale.config_file import load_config
 from fastslow_scale.errors import RunError
+from fastslow_scale.study import ablation
 from fastslow_scale.study import execute as execution
+from fastslow_scale.study.ablation import best_rate, require_same_data
+from fastslow_scale.study.ablation_figures import curves
 from fastslow_scale.study.arms import MATCHED, Arm, choose_arms, size_of
+from fastslow_scale.study.command import run_study
 from fastslow_scale.study.runs import OTHER_SEEDS, Run, Study, open_study
 
 pytestmark = pytest.mark.unit
@@ -142,15 +150,71 @@ def test_a_run_that_was_stopped_by_itself_is_not_reported(tmp_path: Path, monkey
     """It saved and asks to be started again, status 75; its last validation is not that of a finished run."""
     study = Study(CONFIG, (), tuple(choose_arms(CONFIG, [], ["dense"], [])), "dense", 1, 0.01, tmp_path)
 
-    def stopped(run: Run, nproc: int, threads: int) -> execution.Going:
+    def stopped(run: Run, slot: int, nproc: int, threads: int) -> execution.Going:
         run.folder.mkdir(parents=True)
         log = (run.folder / "log").open("ab")
         program = "print('stopped by SIGTERM after step 3'); raise SystemExit(75)"
-        return execution.Going(run, subprocess.Popen([sys.executable, "-c", program], stdout=log), log, 0.0)
+        return execution.Going(run, slot, subprocess.Popen([sys.executable, "-c", program], stdout=log), log, 0.0)
 
     monkeypatch.setattr(execution, "_start", stopped)
     with pytest.raises(RunError, match="dense/0 failed: stopped by SIGTERM after step 3"):
         execution.execute(study.runs(), 1, 1, Console(quiet=True))
+
+
+def test_each_run_has_gpus_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of two ranks side by side on four GPUs; a slot is free again when its run ends."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert execution.visible_gpus() == ["0", "1", "2", "3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    given: list[str] = []
+
+    class Ended:
+        returncode = 0
+
+        def __init__(self, command: list[str], **kwargs: Any):
+            given.append(kwargs["env"]["CUDA_VISIBLE_DEVICES"])
+
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.setattr(execution.subprocess, "Popen", Ended)
+    monkeypatch.setattr(execution, "LOOK_SECONDS", 0)
+    finished = iter([False] * 4 + [True] * 4)
+    monkeypatch.setattr(Run, "finished", lambda run: next(finished))
+    monkeypatch.setattr(execution, "_line", lambda *args: "")
+    study = Study(CONFIG, (), tuple(choose_arms(CONFIG, [], ["dense"], [])), "dense", 4, 0.01, tmp_path)
+    assert execution.execute(study.runs(), 2, 2, Console(quiet=True))
+    assert given == ["4,5", "6,7", "4,5", "6,7"]
+    with pytest.raises(UserError, match=r"at most the 4 GPUs \(got 5 x 1\)"):
+        run_study(study, 5, 1, Console(quiet=True), "")
+
+
+def test_a_rate_that_diverged_is_not_the_best() -> None:
+    assert best_rate({1.0: math.nan, 1e-2: 4.2, 1e-3: 4.1}) == 1e-3
+
+
+def test_runs_on_different_data_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = Study(CONFIG, (), tuple(choose_arms(CONFIG, [], ["dense", "coupled"], [])), "dense", 2, 0.01, tmp_path)
+    prints = {run.folder: "a" for run in study.runs()}
+    monkeypatch.setattr(
+        ablation, "read_manifest", lambda path: {"state": {"data_fingerprint": prints[path.parents[1]]}}
+    )
+    require_same_data(study.runs())
+    prints[tmp_path / "coupled" / "1"] = "b"
+    with pytest.raises(UserError, match=r"dense/0 and \S*coupled/1 were trained on different data"):
+        require_same_data(study.runs())
+
+
+def test_curves_hold_the_steps_that_all_runs_have_logged() -> None:
+    def run(every: int) -> SimpleNamespace:
+        records = [{"tokens": step, "loss": 1.0, "value": [step + every]} for step in range(0, 13, every)]
+        return SimpleNamespace(records=records)
+
+    tokens, rows = curves(SimpleNamespace(runs=[run(2), run(3)]), "value")  # type: ignore[arg-type]
+    assert tokens.tolist() == [0, 6, 12]
+    assert rows.tolist() == [[2, 8, 14], [3, 9, 15]]
 
 
 def test_the_arguments_of_one_run_of_a_sweep_are_not_known_yet(tmp_path: Path) -> None:

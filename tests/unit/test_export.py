@@ -475,6 +475,14 @@ def test_an_export_is_loaded_here_as_the_same_model(shape: str, tmp_path: Path) 
     )
 
 
+def test_an_export_knows_that_documents_were_kept_apart(tmp_path: Path) -> None:
+    config = SHAPES["dense"][0]
+    for apart in (True, False):
+        data = config.data.model_copy(update={"reset_at_document": apart})
+        _, folder = exported(config.model_copy(update={"data": data}), tmp_path / str(apart))
+        assert load_model(folder).config.data.reset_at_document == apart
+
+
 def test_what_is_no_whole_export_is_said_in_a_line(tmp_path: Path) -> None:
     _, folder = exported(SHAPES["coupled"][0], tmp_path)
     described = json.loads((folder / "config.json").read_text())

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
+from data_pipeline.errors import UserError
 from data_pipeline.readers import Document
 from data_pipeline.shards import Layout, write_data_folder
 from data_pipeline.tokenizer import train_tokenizer
@@ -137,6 +139,36 @@ def test_what_is_shown_is_that_of_the_validation_sequences(config: Config, monke
             states[k].flatten().tolist(), rel=1e-3, abs=1e-4
         )
     assert values["gate/0"].tolist() != values["gate/1"].tolist()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_same_is_shown_where_weights_are_cut_up(config: Config, tied: bool, tmp_path: Path) -> None:
+    """ZeRO-3 gathers a weight for the module that is called, and lets go of it after."""
+    inside = []
+    for stage in (1, 3):
+        tree = config.model_dump()
+        tree["parallel"] |= {"zero_stage": stage}
+        tree["model"] |= {"tie_word_embeddings": tied}
+        tree["train"] |= {"run_dir": tmp_path / str(stage)}
+        trainer, shown = Trainer(Config.model_validate(tree), single_process_mesh()), Recorder()
+        try:
+            trainer.run(4, shown)
+        finally:
+            trainer.saver.close()
+        inside.append(shown.inside)
+    whole, cut = inside
+    assert [step for step, _, _ in whole] == [step for step, _, _ in cut] == [2, 4]
+    for (_, values, by_position), (_, others, same) in zip(whole, cut, strict=True):
+        assert sorted(values) == sorted(others) == ["gate/0", "gate/1", "slow_state/0", "slow_state/1"]
+        torch.testing.assert_close(others, values, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(same, by_position, rtol=1e-5, atol=0)
+
+
+def test_weights_alone_are_nothing_to_resume_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `fastslow import` writes them."""
+    monkeypatch.setattr(loop, "read_manifest", lambda path: {"state": {}})
+    with pytest.raises(UserError, match=r"holds weights and no more: start from it with train\.init_from"):
+        Trainer.refuse_other_origin(SimpleNamespace(train_data=None), Path("step_00000000"))  # type: ignore[arg-type]
 
 
 class Clock:
