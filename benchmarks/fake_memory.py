@@ -53,7 +53,7 @@ def main() -> None:
 def predict(config: Config) -> int:
     """The largest moment of `plan/memory.py`, without what the engine holds."""
     parts = activations(config, on_gpu=False)
-    return parts.kept + max(parts.loss, parts.loss_gradients, parts.layer_backward - parts.head)
+    return parts.kept + max(parts.loss, parts.loss_gradients, parts.layer_backward)
 
 
 def count(config: Config, mesh: Mesh) -> int:

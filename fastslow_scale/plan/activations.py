@@ -43,7 +43,8 @@ class Activations:
         head: kept by the final norm.
         loss: what the loss holds at its largest, beside all that is kept.
         loss_gradients: the gradients that the loss hands back, at the moment when they are scaled: each twice.
-        layer_backward: what the backward of the last layer adds to all that is kept, recomputed parts included.
+        layer_backward: what the backward of the last layer adds to all that is kept, recomputed parts included, less
+            the final norm's, which is gone by then.
         gather_buffer: megatron's buffer for whole sequences, which stays; sequence parallelism only.
     """
 
@@ -96,7 +97,7 @@ def activations(config: Config, on_gpu: bool) -> Activations:
         head=hidden * stream * norm,
         loss=loss,
         loss_gradients=2 * (tokens * hidden + rows * hidden) * element,
-        layer_backward=backward,
+        layer_backward=backward - hidden * stream * norm,
         gather_buffer=gathered,
     )
 

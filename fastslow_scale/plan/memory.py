@@ -5,7 +5,7 @@ at one of them:
 
     loss             engine's state + gradients held + all that the forward kept + the loss's chunk and gradients
     loss backward    the same with the loss's gradients scaled, each there twice, and the buckets
-    first layer      of the backward, the model's last: what its backward adds to all that is kept, the head's norm gone
+    first layer      of the backward, the model's last: what its backward adds to all that is kept
     reduction        no activation, all gradients, and the copies that the engine makes of them
 """
 
@@ -59,7 +59,7 @@ def memory(config: Config, dp: int, bucket_elements: int, on_gpu: bool) -> Memor
         {
             "loss": in_use + kept.loss,
             "loss backward": in_use + kept.loss_gradients + engine.buckets,
-            "first layer": in_use - kept.head + head_gradient + kept.layer_backward + engine.buckets,
+            "first layer": in_use + head_gradient + kept.layer_backward + engine.buckets,
             "reduction": always + engine.reduction,
         },
     )

@@ -124,10 +124,14 @@ def test_a_run_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def put_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str = NVIDIA_SMI) -> None:
+    (folder / "nvidia-smi").write_text(script)
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+
+
 def test_gpus_in_use_and_missing_ones_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    put_nvidia_smi(tmp_path, monkeypatch)
     monkeypatch.setenv("SLURMD_NODENAME", "gpu07")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     monkeypatch.setattr(doctor, "torch_is_for_cpus", lambda: False)
@@ -141,9 +145,8 @@ def test_gpus_in_use_and_missing_ones_are_named(tmp_path: Path, monkeypatch: pyt
 def test_only_the_jobs_own_gpus_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a shared node the others are busy, and rightly."""
     asked = tmp_path / "asked"
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho \"$@\" > {asked}\nprintf 'NVIDIA GB10, [N/A], [N/A]\\n'\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    script = f"#!/bin/sh\necho \"$@\" > {asked}\nprintf 'NVIDIA GB10, [N/A], [N/A]\\n'\n"
+    put_nvidia_smi(tmp_path, monkeypatch, script)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(doctor, "torch_is_for_cpus", lambda: False)
@@ -153,9 +156,7 @@ def test_only_the_jobs_own_gpus_are_looked_at(tmp_path: Path, monkeypatch: pytes
 
 
 def test_gpus_without_a_torch_for_them_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    put_nvidia_smi(tmp_path, monkeypatch)
     monkeypatch.setattr(doctor, "torch_is_for_cpus", lambda: True)
     assert not any("without CUDA" in line for line in examine(None, None, quick=True).problems)
     assert any("cannot use the GPUs" in line for line in examine(None, None, quick=False).problems)
